@@ -1,0 +1,55 @@
+# `make demo` and `make test` work in a fresh clone: they create .venv, install what pyproject.toml asks for and build the
+# extensions whenever a source changed.
+
+JOBS ?= 2
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; break; fi; done)
+SOURCES := setup.py $(wildcard asynckv/*.pyx asynckv/*.pxd asynckv/*.pxi asynckv/*.h)
+
+.PHONY: all demo test lint build clean
+
+all: build
+
+demo: build
+	$(BIN)/python -m asynckv demo
+
+test: build $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev build
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/cython-lint asynckv
+
+build: build/.built
+
+$(VENV)/.base: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
+		> $(VENV)/build-requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/build-requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e .
+	touch $@
+
+build/.built: $(VENV)/.base $(SOURCES)
+	mkdir -p build
+	$(BIN)/python setup.py --quiet build_ext --inplace --parallel $(JOBS)
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -f asynckv/*.so asynckv/*.c asynckv/*.html
+	find asynckv tests examples -name __pycache__ -type d -exec rm -rf {} +

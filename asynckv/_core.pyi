@@ -1,0 +1,318 @@
+"""The block table: sole owner of block state in memory (see ARCHITECTURE.md).
+
+Calls are synchronous and come from one thread; only destructors of views may run on others. After `Table.close`, calls
+raise `ClosedError`; counters stay. In a forked child, calls raise `RuntimeError`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Self, SupportsIndex, final
+
+from numpy.typing import DTypeLike, NDArray
+
+@final
+class CacheBlock:
+    """The KV data of one layer under one key: `layer_id` (signed 32 bit) and two arrays, which may differ in kind."""
+
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def key(self) -> NDArray[Any]: ...
+    @property
+    def value(self) -> NDArray[Any]: ...
+    def __init__(self, layer_id: SupportsIndex, key: NDArray[Any], value: NDArray[Any]) -> None: ...
+
+@final
+class Draft:
+    """A block parsed and checked, not yet copied. Sizes in bytes."""
+
+    @property
+    def stored(self) -> int:
+        """Bytes in the pool and on disk: key array, gap, value array."""
+    @property
+    def payload(self) -> int:
+        """Bytes of the arrays."""
+    @property
+    def extent(self) -> int:
+        """Occupied bytes of the pool."""
+
+@final
+class Room:
+    """A claim on pool space that may take several loop turns; dropped uncancelled, it gives its space back."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def needs_spill(self) -> bool:
+        """After -1: blocks waiting for or in a spill could make room once clean."""
+    def step(self) -> int:
+        """1 done; 0 call again next turn; -1 nothing evictable makes room now, call again after something changed."""
+    def cancel(self) -> None:
+        """Give everything back; no effect on a used room."""
+
+@final
+class Spill:
+    """One block being written."""
+
+    @property
+    def node(self) -> int: ...
+    @property
+    def kind(self) -> int:
+        """0 int, 1 bytes, 2 str."""
+    @property
+    def key(self) -> bytes:
+        """Key bytes; ints as 8 bytes, little endian."""
+    @property
+    def stored(self) -> int: ...
+    @property
+    def desc(self) -> bytes: ...
+    @property
+    def sealed_checksum(self) -> int | None: ...
+    @property
+    def view(self) -> memoryview:
+        """Read-only: the whole extent from 32 KiB on, else the stored length. Does not pin; keeps the mapping."""
+
+@final
+class Load:
+    """One block being read back."""
+
+    @property
+    def node(self) -> int: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def checksum(self) -> int: ...
+    @property
+    def desc(self) -> bytes: ...
+    @property
+    def view(self) -> memoryview:
+        """Writable: the whole extent from 32 KiB on, else the stored length."""
+
+@final
+class Carry:
+    """One disk-only block worth copying out of a segment about to be reclaimed."""
+
+    @property
+    def kind(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def desc(self) -> bytes: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def checksum(self) -> int: ...
+
+@final
+class Arena:
+    """The mapping of the pool."""
+
+    def __new__(cls, size: int) -> Self: ...
+
+@final
+class Pin:
+    """Base object of views: while it lives, its extent is not reused. Exports a buffer."""
+
+@final
+class Window:
+    """Base object of I/O views: keeps the mapping, pins nothing. Exports a buffer."""
+
+@final
+class Desc:
+    """An interned descriptor."""
+
+    @property
+    def raw(self) -> bytes: ...
+
+class BlockMap:
+    """Keys, hits and puts.
+
+    Parameters
+    ----------
+    capacity
+        Bytes of the pool, one anonymous mapping of exactly that size.
+    policy
+        Order of eviction.
+    backed
+        Whether dirty blocks must be spilled before eviction; else they are dropped.
+    max_spill
+        Blocks of a larger stored length are never spilled, and droppable.
+    hash_mask
+        For tests: the bits of key hashes that are used.
+    """
+
+    def __new__(
+        cls,
+        capacity: SupportsIndex,
+        *,
+        policy: str = "lru",
+        backed: bool = False,
+        max_spill: int = ...,
+        hash_mask: int = ...,
+    ) -> Self: ...
+    backed: bool
+    max_spill: int
+    waiting: bool
+    """While True, the first release of a view since the last call invokes `wake`."""
+    wake: Callable[[], object] | None
+    """Called from any thread and inside garbage collection: may only schedule."""
+    recovering: bool
+    """While True, removed keys leave ghosts that keep older records out; False purges them."""
+    disk_readable: bool
+    """False: blocks on disk only are reported absent."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def quarantined(self) -> int: ...
+    @property
+    def pinned_blocks(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def memory_blocks(self) -> int: ...
+    @property
+    def disk_blocks(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def dropped_blocks(self) -> int: ...
+    @property
+    def memory_hits(self) -> int: ...
+    @property
+    def dirty_blocks(self) -> int: ...
+    @property
+    def dirty_bytes(self) -> int: ...
+    @property
+    def unbacked_blocks(self) -> int: ...
+    @property
+    def unbacked_bytes(self) -> int: ...
+    @property
+    def nospill_blocks(self) -> int:
+        """Blocks in memory that no segment can hold."""
+    @property
+    def dirty_head_bytes(self) -> int:
+        """Stored bytes of the oldest dirty block, 0 without one."""
+    @property
+    def owed(self) -> int: ...
+    def check_key(self, key: object) -> None:
+        """Raise TypeError or ValueError for what is no key."""
+    def get(self, key: object) -> Any:
+        """The block as views that pin it, or None when not in memory; counts, and notes the use."""
+    def peek(self, key: object) -> Any:
+        """As `get`, without counting or noting."""
+    def copy_into(self, key: object, out: Any) -> int:
+        """Payload into a writable buffer: bytes, or -1 when not in memory. ValueError before anything is written."""
+    def payload_size(self, key: object) -> int:
+        """Payload bytes of a known block, -1 when absent."""
+    def state(self, key: object) -> Literal[0, 1, 2, 3]:
+        """0 absent, 1 in memory, 2 on disk only, 3 on disk and loading."""
+    def match_prefix(self, keys: Iterable[object]) -> int: ...
+    def touch(self, key: object) -> bool:
+        """Note a use; whether the key is readable."""
+    def keys(self) -> list[int | bytes | str]: ...
+    def draft(self, block: object) -> Draft:
+        """Parse a block; TypeError or ValueError for what cannot be stored."""
+    def draft_like(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> Draft: ...
+    def draft_block(
+        self,
+        layer_id: SupportsIndex,
+        key_shape: SupportsIndex | Sequence[SupportsIndex],
+        value_shape: SupportsIndex | Sequence[SupportsIndex],
+        dtype: DTypeLike,
+    ) -> Draft: ...
+    def fits(self, draft: Draft) -> bool:
+        """Whether it could be stored in an empty pool."""
+    def put(self, key: object, draft: Draft) -> bool:
+        """Copy and publish when room can be had at once; False otherwise, with nothing changed."""
+    def room(self, what: Draft | SupportsIndex) -> Room:
+        """Room for a draft or a stored length; ValueError when larger than the pool."""
+    def fill(self, room: Room, key: object, draft: Draft) -> None:
+        """Copy into a done room and publish; consumes the room."""
+    def reserve(self, room: Room, draft: Draft) -> Any:
+        """Writable zeroed arrays over a done room; they pin it."""
+    def publish(self, room: Room, key: object, draft: Draft, checksum: int | None) -> None:
+        """Publish a reserved room; a later spill uses the checksum."""
+    def extent(self, what: Room | SupportsIndex) -> memoryview:
+        """Writable bytes of the stored length, of a room or a node; not pinned."""
+    def remove(self, key: object) -> Literal[0, 1, 2]:
+        """0 absent; 1 removed; 2 removed and a tombstone is owed (always while recovering)."""
+    def clear(self) -> int:
+        """Remove everything; how many."""
+    def take_owed(self) -> list[tuple[int, bytes]]:
+        """Kind and bytes of keys whose tombstones are owed and not reported by `remove`."""
+    def return_owed(self, items: Iterable[tuple[int, bytes]]) -> None:
+        """Take tombstones back that could not be written."""
+    def request_begin(self) -> int: ...
+    def request_end(self, rid: int) -> None: ...
+
+@final
+class Table(BlockMap):
+    """The block table with its disk side."""
+
+    def take_dirty(self, max_bytes: int, max_blocks: int) -> list[Spill]:
+        """Oldest dirty blocks, at least one when there is one and max_blocks allows."""
+    def requeue_unbacked(self) -> int:
+        """Make blocks dirty again that lost their place on disk; how many."""
+    def finish_spill(self, spill: Spill, ok: bool, slot: int = 0, offset: int = 0, checksum: int = 0) -> bool:
+        """The write ended: whether the block has that location now."""
+    def expire_spill(self, spill: Spill) -> None:
+        """Past the deadline: as failed, but the bytes stay held until `release_spill`."""
+    def release_spill(self, spill: Spill) -> None: ...
+    def where(self, key: object) -> tuple[int, int, int, int, int] | None:
+        """Slot, offset, stored bytes, checksum, extent bytes of a block on disk only and not loading."""
+    def begin_load(self, key: object, room: Room) -> Load: ...
+    def is_current(self, load: Load) -> bool: ...
+    def finish_load(self, load: Load, ok: bool) -> bool:
+        """The read ended: whether the block is readable now. Does not forget a damaged one: see `drop`."""
+    def expire_load(self, load: Load) -> None:
+        """Past the deadline: on disk only again, the extent in quarantine until `release_load`."""
+    def release_load(self, load: Load) -> None: ...
+    def block(self, what: Load | SupportsIndex) -> Any:
+        """View of a finished load or of a node; None when it is not there any more."""
+    def drop(self, what: object) -> None:
+        """Forget a damaged block in every tier; of a load only when the block still is what was read."""
+    def segment_live(self, slot: int) -> tuple[int, int]:
+        """Blocks and stored bytes with their location there."""
+    def segment_candidates(self, slot: int, max_bytes: int) -> list[Carry]: ...
+    def carry_current(self, carry: Carry) -> bool: ...
+    def finish_carry(self, carry: Carry, slot: int, offset: int) -> bool: ...
+    def drop_segment(self, slot: int, max_blocks: int = ...) -> int:
+        """Take the location from up to max_blocks blocks there; how many. Call until it returns 0."""
+    def revert_segment(self, slot: int, from_offset: int) -> int:
+        """As `drop_segment` from an offset on, after a failed sync: what is in memory becomes dirty."""
+    def recover_block(
+        self, kind: int, key: bytes, slot: int, offset: int, stored: int, checksum: int, desc_id: int
+    ) -> int:
+        """Newest first: the first sight of a key is final. How many were added."""
+    def recover_tombstone(self, kind: int, key: bytes) -> None: ...
+    def intern(self, desc: bytes) -> int:
+        """Id of a descriptor, held until `release_desc`; ValueError when malformed."""
+    def release_desc(self, desc_id: int) -> None: ...
+    def desc_bytes(self, desc_id: int) -> bytes: ...
+    def disk_entries(
+        self, cursor: int = 0, limit: int = 1024
+    ) -> tuple[int, list[tuple[int, bytes, int, int, int, int, int]]]:
+        """Next cursor and (kind, key, slot, offset, stored, checksum, desc id) of blocks with a location."""
+    def check(self) -> None:
+        """Check every invariant; InternalError. Cost grows with the table."""
+    def leak(self) -> None:
+        """Keep the mapping for ever: I/O on it never ended."""
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""What the ``asynckv`` command does, a module for each subcommand; built on the public names alone."""

@@ -1,0 +1,206 @@
+"""``asynckv replay``: a request trace, with real bytes, every one of them checked."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterable, Iterable
+from typing import Any
+
+import asynckv
+from asynckv.commands.output import FAILED, OK, Progress, UsageError, choose_loop, run, table, write, write_json
+from asynckv.commands.replayer import Replay, occupied_bytes
+from asynckv.commands.trace import Request, TraceError, read_trace
+from asynckv.config import ENGINES, POLICIES, format_size, parse_size, resolve_policy
+
+__all__ = ["add_parser", "open_store", "replay_requests", "report_rows"]
+
+
+def size(text: str) -> int:
+    """Parse a size of the command line, where plain digits are bytes."""
+    try:
+        return parse_size(int(text) if text.isascii() and text.isdigit() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str) -> int:
+    """Parse a count of the command line, 1 or more."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more")
+    return int(text)
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``replay`` to the command line."""
+    parser = commands.add_parser(
+        "replay",
+        help="replay a request trace with real bytes and check every byte of every hit",
+        description=(
+            "Replay a request trace (JSON Lines, optionally gzip: timestamp, input_length, output_length, hash_ids), "
+            "one request after the other, with real bytes. A wrong byte is exit status 1."
+        ),
+    )
+    parser.add_argument("trace", metavar="TRACE", help="the trace file")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="pool size (default 256MiB)")
+    parser.add_argument("--memory-blocks", type=count, metavar="N", help="size the pool for exactly N blocks")
+    parser.add_argument("--disk", type=size, default=size("4GiB"), metavar="SIZE", help="disk cap; 0 is memory only")
+    parser.add_argument("--block-bytes", type=size, default=size("64KiB"), metavar="SIZE", help="size of one block")
+    parser.add_argument("--policy", choices=POLICIES, default="auto", help="memory eviction policy")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="disk engine")
+    parser.add_argument("--loop", choices=("asyncio", "uvloop"), help="event loop (default: uvloop when it is there)")
+    parser.add_argument("--dir", metavar="DIR", help="store directory, kept afterwards (default: a temporary one)")
+    parser.add_argument("--limit", type=count, metavar="N", help="stop after N requests")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run ``asynckv replay``."""
+    if arguments.memory is not None and arguments.memory_blocks is not None:
+        raise UsageError("--memory and --memory-blocks exclude each other")
+    if arguments.block_bytes < 1:
+        raise UsageError("--block-bytes has to be at least 1")
+    try:
+        with open(arguments.trace, "rb"):
+            pass
+    except OSError as error:
+        raise UsageError(str(error)) from None
+    loop, _ = choose_loop(arguments.loop)
+    results = run(_replay_file(arguments), loop)
+    results["loop"] = loop
+    results["trace"] = arguments.trace
+    if arguments.json:
+        write_json(results)
+    else:
+        write(f"replay of {arguments.trace}")
+        write(table(report_rows(results)))
+        write(verdict(results))
+    return FAILED if results["wrong_blocks"] else OK
+
+
+async def _replay_file(arguments: argparse.Namespace) -> dict[str, Any]:
+    progress = Progress("replay")
+
+    share = 0.0
+
+    def read(done: float) -> None:
+        nonlocal share
+        share = done
+
+    def step(replay: Replay) -> None:
+        done = max(share, replay.requests / arguments.limit) if arguments.limit else share
+        progress.update(done, f"{replay.requests:,} requests, {replay.block_hits:,} hits, {replay.wrong_blocks} wrong")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(progress.done)
+        directory = arguments.dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="asynckv-replay-"))
+        memory = arguments.memory
+        if arguments.memory_blocks is not None:
+            with tempfile.TemporaryDirectory(prefix="asynckv-probe-") as probe:
+                memory = arguments.memory_blocks * await occupied_bytes(probe, arguments.block_bytes)
+        try:
+            return await replay_requests(
+                read_trace(arguments.trace, progress=read),
+                directory,
+                block_bytes=arguments.block_bytes,
+                memory=size("256MiB") if memory is None else memory,
+                disk=arguments.disk,
+                policy=arguments.policy,
+                engine=arguments.engine,
+                limit=arguments.limit,
+                step=step,
+            )
+        except TraceError as error:
+            raise UsageError(f"{arguments.trace}: {error}") from None
+
+
+def open_store(directory: str, **options: Any) -> Any:
+    """Call :func:`asynckv.open`; an option it refuses is bad usage of the command."""
+    try:
+        return asynckv.open(directory, **options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+
+
+async def replay_requests(
+    requests: AsyncIterable[Request] | Iterable[Request],
+    directory: str,
+    *,
+    block_bytes: int,
+    limit: int | None = None,
+    step: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Open a store, replay requests in it, close it, and return all figures by name."""
+    async with open_store(directory, **options) as cache:
+        replay = Replay(cache, block_bytes, step)
+        started = time.perf_counter()
+        await replay.run(requests, limit)
+        seconds = time.perf_counter() - started
+    closed = time.perf_counter() - started - seconds
+    stats = cache.stats()
+    return {
+        **replay.as_dict(),
+        "seconds": seconds,
+        "close_seconds": closed,
+        "evictions": stats.evictions,
+        "disk_bytes_written": stats.disk_bytes_written,
+        "engine": stats.engine,
+        "direct": stats.direct,
+        "policy": resolve_policy(options.get("policy", "auto")),
+        "memory": stats.memory_capacity,
+        "disk": stats.disk_capacity,
+        "block_bytes": block_bytes,
+        "stats": stats.as_dict(),
+    }
+
+
+def report_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the table that people read."""
+    accesses = max(results["accesses"], 1)
+    seconds = max(results["seconds"], 1e-9)
+    moved = results["bytes_read"] + results["bytes_put"]
+
+    def share(name: str) -> str:
+        return f"{results[name]:,} ({results[name] / accesses:.2%})"
+
+    def latency(name: str) -> str:
+        each = results["latency_seconds"][name]
+        if not each["count"]:
+            return "none"
+        p50, p99, longest = (each[part] * 1e6 for part in ("p50", "p99", "max"))
+        return f"p50 {p50:,.1f} us, p99 {p99:,.1f} us, max {longest:,.1f} us"
+
+    manner = "direct" if results["direct"] else "buffered"
+    disk = f"{format_size(results['disk'])}, engine {results['engine']}, {manner}"
+    return [
+        ("requests", f"{results['requests']:,}"),
+        ("blocks asked for", f"{results['accesses']:,} of {format_size(results['block_bytes'])}"),
+        ("memory", f"{format_size(results['memory'])}, policy {results['policy']}"),
+        ("disk", disk if results["disk"] else "none"),
+        ("memory hits", share("memory_hits")),
+        ("disk hits", share("disk_hits")),
+        ("misses", share("misses")),
+        ("prefix hits", share("prefix_hits")),
+        ("wrong blocks", f"{results['wrong_blocks']:,}"),
+        ("evictions", f"{results['evictions']:,}"),
+        ("memory get", latency("memory")),
+        ("disk get", latency("disk")),
+        ("put", latency("put")),
+        ("bytes moved", f"{format_size(moved)} ({moved / seconds / 1e6:,.0f} MB/s)"),
+        ("disk bytes written", format_size(results["disk_bytes_written"])),
+        ("time", f"{results['seconds']:.2f} s, and {results['close_seconds']:.2f} s to close"),
+    ]
+
+
+def verdict(results: dict[str, Any]) -> str:
+    """Say in one sentence how it went."""
+    if results["wrong_blocks"]:
+        return f"FAILED: {results['wrong_blocks']:,} of {results['block_hits']:,} blocks came back with wrong bytes."
+    return (
+        f"All {results['block_hits']:,} blocks that came back were right to the last byte: "
+        f"{results['memory_hits']:,} from memory, {results['disk_hits']:,} from disk."
+    )

@@ -1,0 +1,466 @@
+"""Room and reloads: who gets memory next, and which reads are under way.
+
+Invariants
+----------
+* A key has at most one current reload. Whoever asks meanwhile joins it. A put or delete makes it stale: its bytes
+  are thrown away when they arrive and its waiters look again.
+* The operation owns its extent until the engine says `released`, whatever became of those who waited for it.
+* Reloads are granted room before puts, and dirty blocks never fill the pool: a reload always finds room that is free
+  or clean, unless views pin it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from asynckv.errors import BlockTooLargeError, DiskError
+from asynckv.health import Breaker
+from asynckv.waiting import (
+    ABSENT,
+    AGAIN,
+    BLOCKED,
+    DISK,
+    DISK_HIT,
+    DONE,
+    LOADING,
+    MISS,
+    NO_ROOM,
+    Gather,
+    Putting,
+    Reload,
+    Reserving,
+    RoomQueue,
+    Waiter,
+    plain_key,
+)
+from asynckv.writer import Writer
+
+if TYPE_CHECKING:
+    from asynckv._core import Draft, Room, Table
+    from asynckv.clock import Clock, TimerHandle
+    from asynckv.config import Config
+    from asynckv.tiers.base import Tier
+
+LATENCIES_KEPT = 4096
+# Of the pool: dirty blocks never hold more than this, so that reloads always find clean or free room.
+DIRTY_LIMIT = 15 / 16
+# Of the pool: what operations past their deadline may hold before the disk is switched off.
+QUARANTINE_LIMIT = 1 / 4
+
+
+def wire_key(key: Any) -> tuple[int, bytes]:
+    """Kind and bytes of a key as the log writes them (docs/format.md, "Keys")."""
+    key = plain_key(key)
+    if isinstance(key, int):
+        return 0, int(key).to_bytes(8, "little", signed=True)
+    if isinstance(key, bytes):
+        return 1, bytes(key)
+    return 2, key.encode()
+
+
+class Counters:
+    """Plain event counts of one cache; `Stats` is a snapshot of them."""
+
+    def __init__(self) -> None:
+        self.memory_hits = 0  # correction to the table's own count: hits found but not delivered
+        self.disk_hits = 0
+        self.misses = 0
+        self.no_room = 0
+        self.puts = 0
+        self.rejected_puts = 0
+        self.spilled_blocks = 0
+        self.spilled_bytes = 0
+        self.loaded_blocks = 0
+        self.loaded_bytes = 0
+        self.corrupt_blocks = 0
+        self.io_errors = 0
+        self.io_timeouts = 0
+        self.load_seconds: deque[float] = deque(maxlen=LATENCIES_KEPT)
+
+
+class Scheduler:
+    """Joins the block table and a tier below it; every public call that may wait goes through here.
+
+    Parameters
+    ----------
+    table, tier
+        The tier is None for a store that lives in memory only.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, table: Table, tier: Tier | None, config: Config, clock: Clock
+    ) -> None:
+        self.loop = loop
+        self.table = table
+        self.tier = tier
+        self.clock = clock
+        self.counters = Counters()
+        self.io_timeout = config.io_timeout
+        self.breaker = Breaker(self._health_changed)
+        self.load_queue = RoomQueue(loop, clock, config.room_timeout)
+        self.put_queue = RoomQueue(loop, clock, config.room_timeout)
+        self.reloads: dict[Any, Reload] = {}
+        self.writer = Writer(self, config)
+        self._dirty_limit = int(table.capacity * DIRTY_LIMIT)
+        self._kicked = False
+        self._closed = False
+        self._recovery: asyncio.Task[None] | None = None
+        self._recovery_waiters: list[tuple[Gather, int, TimerHandle]] = []
+        self._probe: asyncio.Task[None] | None = None
+        table.wake = self._wake_from_anywhere
+
+    # -- waking the queues ---------------------------------------------------------------------------------------
+
+    def _wake_from_anywhere(self) -> None:
+        # Called by a dying view, on any thread or inside garbage collection: nothing but a call into the loop.
+        try:
+            self.loop.call_soon_threadsafe(self.kick)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    def kick(self) -> None:
+        """Something that may make room happened: let the queues look in the next turn, once."""
+        if not self._kicked and not self._closed and (self.load_queue or self.put_queue):
+            self._kicked = True
+            self.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._kicked = False
+        loads = self.load_queue.pump()
+        puts = self.put_queue.pump() if loads != AGAIN else DONE
+        self.table.waiting = BLOCKED in (loads, puts)
+        if AGAIN in (loads, puts):
+            self.kick()
+
+    def enqueue_load(self, gather: Gather) -> None:
+        """Let a call take room at once when nobody is before it, else queue it."""
+        self._enqueue(self.load_queue, gather, free=not self.load_queue)
+
+    def enqueue_put(self, waiter: Putting | Reserving) -> None:
+        """As `enqueue_load`, behind all reloads."""
+        self._enqueue(self.put_queue, waiter, free=not self.load_queue and not self.put_queue)
+
+    def _enqueue(self, queue: RoomQueue, waiter: Waiter, *, free: bool) -> None:
+        answer = waiter.step() if free else BLOCKED
+        if answer == DONE:
+            return
+        if free and answer == BLOCKED and waiter.blocked():
+            waiter.expire()
+            return
+        queue.add(waiter)
+        self.table.waiting = True
+        if answer == AGAIN:
+            self.kick()
+
+    # -- reads ---------------------------------------------------------------------------------------------------
+
+    async def gather(self, keys: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Blocks for these keys, None where there is none.
+
+        Parameters
+        ----------
+        timeout
+            Seconds after which keys that have not come count as misses.
+        """
+        gather = Gather(self, keys)
+        gather.start()
+        if gather.future.done():
+            return gather.results
+        timer = None
+        if timeout is not None:
+            timer = self.clock.call_later(self.loop, timeout, gather.patience_over)
+        try:
+            await gather.future
+            return gather.results
+        except asyncio.CancelledError:
+            gather.cancel()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def count(self, code: int, times: int = 1) -> None:
+        """Count keys that ended with `code`; memory hits are counted by the table."""
+        if code == DISK_HIT:
+            self.counters.disk_hits += times
+        elif code == MISS:
+            self.counters.misses += times
+        elif code == NO_ROOM:
+            self.counters.no_room += times
+
+    def current_reload(self, key: Any) -> Reload | None:
+        reload = self.reloads.get(plain_key(key))
+        return reload if reload is not None and self.table.is_current(reload.load) else None
+
+    def start_reload(self, key: Any, room: Room) -> Reload:
+        """Submit the read of a block that is on disk only, into room already granted."""
+        plain = plain_key(key)
+        reload = Reload(self, plain, self.table.begin_load(key, room))
+        self.reloads[plain] = reload
+        assert self.tier is not None
+        try:
+            reload.future = self.tier.read(reload.load, released=reload.on_released)
+        except OSError as error:
+            reload.released = True
+            reload.future = self.loop.create_future()
+            reload.future.set_exception(error)
+        reload.future.add_done_callback(reload.on_done)
+        return reload
+
+    def finish_reload(self, reload: Reload, future: asyncio.Future[bool]) -> None:
+        """Publish or discard the bytes of a read that ended, and answer those who wait for it."""
+        if self._closed:
+            return
+        table, counters, load = self.table, self.counters, reload.load
+        if self.reloads.get(reload.key) is reload:
+            del self.reloads[reload.key]
+        current = table.is_current(load)
+        error: BaseException | None = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if isinstance(error, TimeoutError) and not reload.released:
+            reload.expired = True
+            table.expire_load(load)
+        else:
+            arrived = table.finish_load(load, error is None and future.result())
+            if arrived:
+                seconds = self.clock.monotonic() - reload.started
+                counters.load_seconds.append(seconds)
+                counters.loaded_blocks += 1
+                counters.loaded_bytes += load.stored
+        if error is None:
+            self.breaker.success()
+            if not future.result():
+                counters.corrupt_blocks += 1
+                if current:
+                    table.drop(reload.key)
+        elif isinstance(error, TimeoutError):
+            counters.io_timeouts += 1
+            self.breaker.failure()
+            if table.quarantined > table.capacity * QUARANTINE_LIMIT:
+                self.breaker.trip()
+        else:
+            counters.io_errors += 1
+            if current:  # an unreadable block would fail every time: forget it, as damage
+                table.drop(reload.key)
+            self.breaker.failure()
+        good = error is None and future.result()
+        for gather, index in reload.waiters:
+            if good and current:
+                if not gather.future.done():
+                    gather.arrived(index, table.block(load))
+            elif current:
+                gather.failed(index)
+            else:
+                gather.again(index)
+        reload.waiters.clear()
+        self.kick()
+
+    def prefetch(self, keys: Sequence[Any]) -> int:
+        """Start reads into free or clean room, as far as it goes; loads started or joined."""
+        begun = 0
+        room_left = not self.load_queue and not self.put_queue
+        for key in keys:
+            state = self.table.state(key)
+            if state not in (DISK, LOADING):
+                continue
+            if self.current_reload(key) is not None:
+                begun += 1
+            elif room_left and state == DISK:
+                room = self.table.room(self.table.where(key)[4])
+                room_left = room.step() == DONE
+                if room_left:
+                    self.start_reload(key, room)
+                    begun += 1
+                else:
+                    room.cancel()
+        return begun
+
+    # -- puts ----------------------------------------------------------------------------------------------------
+
+    def too_dirty(self, extent: int) -> bool:
+        """Would this put leave reloads without clean or free room?"""
+        table = self.table
+        held = table.dirty_bytes + self.writer.bytes_in_flight
+        return bool(table.backed and held and held + extent > self._dirty_limit)
+
+    def put_now(self, key: Any, draft: Draft) -> bool:
+        """Store at once when nobody waits and there is room."""
+        if self.load_queue or self.put_queue or self.too_dirty(draft.extent) or not self.table.put(key, draft):
+            return False
+        self.counters.puts += 1
+        self.writer.poke()
+        return True
+
+    async def put(self, items: Sequence[tuple[Any, Draft | None]]) -> list[bool]:
+        """Store in order, waiting for room; False for what got none in time."""
+        putting = Putting(self, items)
+        self.enqueue_put(putting)
+        try:
+            return await putting.future
+        except asyncio.CancelledError:
+            putting.cancel()
+            raise
+
+    async def reserve(self, draft: Draft) -> Room | None:
+        """Room for a block its user will write in place; None when none came in time."""
+        reserving = Reserving(self, draft)
+        self.enqueue_put(reserving)
+        try:
+            return await reserving.future
+        except asyncio.CancelledError:
+            reserving.cancel()
+            raise
+
+    def refuse_too_large(self, key: Any, extent: int) -> BlockTooLargeError:
+        """Forget the key, as for any refused put, and make the error to raise."""
+        self.forget(key)
+        self.counters.rejected_puts += 1
+        return BlockTooLargeError(
+            f"a block of {extent} bytes cannot fit a pool of {self.table.capacity} bytes", key=key, operation="put"
+        )
+
+    def forget(self, key: Any) -> None:
+        """Remove a key whose put was refused; an older record on disk gets its tombstone with the next batch."""
+        if self.table.remove(key) == 2 and self.tier is not None:
+            self.writer.bury(wire_key(key))
+        self.kick()
+
+    # -- removal -------------------------------------------------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Any]) -> int:
+        """Remove keys from every tier, durably; how many there were."""
+        if self.tier is None:
+            count = sum(1 for key in keys if self.table.remove(key))
+            self.kick()
+            return count
+        if self.recovering:
+            await self.recovered()
+        count = 0
+        owed: list[asyncio.Future[None]] = []
+        for key in keys:
+            found = self.table.state(key) != ABSENT
+            answer = self.table.remove(key)
+            wire = wire_key(key)
+            if answer == 2 or self.writer.is_owed(wire):
+                owed.append(self.writer.bury(wire, durable=True))
+            count += 1 if found or answer == 1 else 0
+        self.kick()
+        await self._durable(owed)
+        return count
+
+    async def clear(self) -> None:
+        """Remove every key of this namespace from every tier, durably."""
+        self.table.clear()
+        self.kick()
+        if self.tier is not None:
+            await self._durable([self.writer.clear()])
+
+    async def _durable(self, owed: list[asyncio.Future[None]]) -> None:
+        if not owed:
+            return
+        await asyncio.wait(owed)
+        for future in owed:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                code = getattr(error, "errno", None)
+                raise DiskError("the removal could not be made durable", operation="delete", errno=code) from error
+
+    # -- recovery ------------------------------------------------------------------------------------------------
+
+    @property
+    def recovering(self) -> bool:
+        return self._recovery is not None
+
+    def start_recovery(self) -> None:
+        """Scan the log in the background while the store serves."""
+        self.table.recovering = True
+        self._recovery = self.loop.create_task(self._recover(), name="asynckv recovery")
+
+    async def _recover(self) -> None:
+        assert self.tier is not None
+        try:
+            await self.tier.recover(self._recovery_progress)
+        finally:
+            self.table.recovering = False
+            self._recovery = None
+            self._recovery_progress()
+            self.writer.poke()
+
+    def _recovery_progress(self) -> None:
+        """Let those look again whose key has turned up; all of them when the scan is over."""
+        waiters, self._recovery_waiters = self._recovery_waiters, []
+        for waiter in waiters:
+            gather, index, timer = waiter
+            if gather.future.done():
+                timer.cancel()
+            elif self._recovery is None or self.table.state(gather.keys[index]) != ABSENT:
+                timer.cancel()
+                gather.again(index)
+            else:
+                self._recovery_waiters.append(waiter)
+
+    def await_recovery(self, gather: Gather, index: int) -> None:
+        """A key not found so far waits for the scan, at most `io_timeout`."""
+        timer = self.clock.call_later(self.loop, self.io_timeout, lambda: gather.failed(index))
+        self._recovery_waiters.append((gather, index, timer))
+
+    async def recovered(self) -> None:
+        """Wait for the scan, at most `io_timeout`."""
+        if self._recovery is not None:
+            await asyncio.wait([self._recovery], timeout=self.io_timeout)
+
+    # -- health --------------------------------------------------------------------------------------------------
+
+    def _health_changed(self, ok: bool) -> None:
+        self.table.backed = ok
+        self.table.disk_readable = ok
+        if ok:
+            self.writer.poke()
+        else:
+            self.writer.disk_off()
+            if not self._closed:
+                self._probe = self.loop.create_task(self._probe_until_ok(), name="asynckv probe")
+        self.kick()
+
+    async def _probe_until_ok(self) -> None:
+        assert self.tier is not None
+        while not self.breaker.ok:
+            wait_over = asyncio.Event()
+            self.clock.call_later(self.loop, self.breaker.delay_s, wait_over.set)
+            await wait_over.wait()
+            try:
+                healthy = await self.tier.probe()
+            except (OSError, TimeoutError):
+                healthy = False
+            self.breaker.probed(healthy)
+        self._probe = None
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Let waiting calls and reads end by themselves; each is bounded by its own deadline."""
+        while True:
+            waiting: set[asyncio.Future[Any]] = {w.future for q in (self.load_queue, self.put_queue) for w in q}
+            waiting.update(gather.future for gather, _, _ in self._recovery_waiters)
+            for reload in self.reloads.values():
+                waiting.add(reload.future)
+                waiting.update(g.future for g, _ in reload.waiters)
+            pending = [future for future in waiting if not future.done()]
+            if not pending:
+                return
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+
+    async def close(self) -> bool:
+        """Stop all background work; True when everything dirty reached the disk."""
+        await self.drain()
+        if self._recovery is not None:
+            await asyncio.wait([self._recovery])
+        clean = await self.writer.close()
+        self._closed = True
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.wait([self._probe])
+        self.table.waiting = False
+        return clean and self.breaker.ok

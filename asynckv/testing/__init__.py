@@ -1,0 +1,32 @@
+"""What the project tests itself with, shipped for authors of tiers and engines and for users' own tests.
+
+`ManualClock` moves time by hand; `FaultyBackend` and `FaultyFiles` fail by script, above and below an I/O engine;
+`RecordingBackend` keeps a journal and builds crash images from it; `ModelCache` says which values a cache may return.
+The suite every engine passes is `asynckv.testing.contract` (it needs pytest and is therefore not imported here).
+"""
+
+from __future__ import annotations
+
+from asynckv.testing.clock import ManualClock
+from asynckv.testing.faulty import FaultyBackend, FaultyFiles
+from asynckv.testing.model import MISS, ModelCache
+from asynckv.testing.recording import Entry, Image, RecordingBackend
+from asynckv.testing.script import Fault, Script, corrupt, error, hang, short, slow
+
+__all__ = [
+    "MISS",
+    "Entry",
+    "Fault",
+    "FaultyBackend",
+    "FaultyFiles",
+    "Image",
+    "ManualClock",
+    "ModelCache",
+    "RecordingBackend",
+    "Script",
+    "corrupt",
+    "error",
+    "hang",
+    "short",
+    "slow",
+]

@@ -1,0 +1,92 @@
+"""What the scheduler asks of a tier below memory: a log that blocks are appended to and read back from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+
+    from asynckv._core import Load, Spill
+
+__all__ = ["LogBatch", "Tier", "WireKey"]
+
+WireKey = tuple[int, bytes]
+
+
+class LogBatch(Protocol):
+    """What one call of `Tier.compose` put into the log.
+
+    Attributes
+    ----------
+    segment
+        Number of the segment it went to.
+    spills, tombstones
+        What is part of it: the leading ones of what was passed.
+    rest_spills, rest_tombstones
+        What found no room. The caller still owns it: spills go back to the dirty blocks, tombstones stay owed.
+    clear
+        Whether the clear record is part of it.
+    """
+
+    segment: int
+    spills: list[Spill]
+    tombstones: list[WireKey]
+    rest_spills: list[Spill]
+    rest_tombstones: list[WireKey]
+    clear: bool
+
+
+class Tier(Protocol):
+    """A tier below memory. All methods belong to the loop's thread.
+
+    Invariants: the order of `compose` calls is the order of the log; a location handed out stays readable until the
+    table was told that its segment is gone; nothing is reported durable before a sync that began after its write.
+    """
+
+    recovering: bool
+    max_block: int
+    corrupt_blocks: int
+    engine: str
+    direct: bool
+    oldest_segment: int
+    disk_used: int
+    disk_live: int
+    bytes_written: int
+    reads_in_flight: int
+    writes_in_flight: int
+
+    async def open(self) -> None:
+        """Take the directory; what is on disk is known, or `recovering` is True."""
+
+    async def recover(self, progress: Callable[[], None]) -> None:
+        """Read the log into the table, newest first."""
+
+    async def prepare(self, nbytes: int) -> None:
+        """Make sure that the next batch has room for blocks of `nbytes`."""
+
+    def compose(
+        self,
+        spills: Sequence[Spill],
+        tombstones: Sequence[WireKey],
+        clear: bool = False,
+    ) -> LogBatch:
+        """Fix the place of a batch in the log, synchronously."""
+
+    def submit(
+        self, batch: Any, *, released: Callable[[], object] | None = None
+    ) -> asyncio.Future[list[tuple[int, int, int]]]:
+        """Write a batch; (slot, offset, checksum) per spill, in order."""
+
+    async def sync(self) -> None:
+        """Make every batch durable whose write had completed."""
+
+    def read(self, load: Load, *, released: Callable[[], object] | None = None) -> asyncio.Future[bool]:
+        """Read and verify a block's bytes; False when they are damaged."""
+
+    async def probe(self) -> bool:
+        """Find out whether the tier works again."""
+
+    async def close(self, *, snapshot: bool) -> int:
+        """Let go of everything; the number of operations that never ended."""

@@ -1,0 +1,195 @@
+"""The directory of a store: is it safe to use, is it ours alone, how much of it counts.
+
+The checks and the lock go to the operating system directly: they come before there is a backend. Everything is relative
+to a descriptor of the directory, so that nobody can swap the path between the check and the use.
+
+The lock is a POSIX record lock (fcntl(2)) on the file ``lock``: the kernel lets go of it when the process dies, and a
+forked child does not inherit it. Such a lock has two traps. It does not keep out the process that holds it: a registry by
+(device, inode) does. And closing *any* descriptor of the file drops it: so the registry is asked before the file is
+opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+from asynckv.errors import StoreLockedError, UnsafeDirectoryError
+from asynckv.tiers.layout import LOCK_NAME, PAGE
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Directory"]
+
+_held: dict[tuple[int, int], int] = {}  # (device, inode) of the directory -> process id of the holder
+_LOCK_TRIES = 8
+
+
+class Directory:
+    """A store's directory, checked; with `lock`, held for this process alone.
+
+    Attributes
+    ----------
+    path
+        As given.
+    fd
+        Descriptor of the directory, -1 once closed.
+    own_bytes
+        Allocated bytes of the directory itself.
+    """
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        info = os.fstat(fd)
+        self._identity = (info.st_dev, info.st_ino)
+        self.own_bytes = max(info.st_blocks * 512, PAGE)
+        self._lock_fd = -1
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, create: bool = True) -> Self:
+        """Open a directory, made with mode 0700 when it does not exist.
+
+        Raises
+        ------
+        UnsafeDirectoryError
+            It is a symlink or no directory, belongs to another user, or is writable by group or world.
+        OSError
+            It cannot be made or opened.
+        """
+        text = os.fspath(path)
+        if isinstance(text, bytes):
+            text = os.fsdecode(text)
+        name = text.rstrip("/") or text[:1] or "."  # with a slash at the end, open(2) would follow a symlink
+        if create:
+            parent = os.path.dirname(name)
+            if parent:
+                os.makedirs(parent, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700)
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.lexists(name):
+                raise UnsafeDirectoryError(
+                    f"{text!r} is a symlink or not a directory", errno=error.errno, operation="open"
+                ) from error
+            raise
+        try:
+            info = os.fstat(fd)
+            if info.st_uid != os.geteuid():
+                raise UnsafeDirectoryError(f"{text!r} belongs to user {info.st_uid}", operation="open")
+            if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise UnsafeDirectoryError(f"{text!r} is writable by group or world", operation="open")
+            return cls(text, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def locked(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._lock_fd >= 0
+
+    def lock(self) -> None:
+        """Become the only owner; never waits.
+
+        Raises
+        ------
+        StoreLockedError
+            A live process holds the store; its id is in the text and in ``pid``.
+        UnsafeDirectoryError
+            The lock is not a plain file of ours.
+        """
+        holder = _held.get(self._identity)
+        if holder == os.getpid():
+            raise StoreLockedError(f"{self.path!r} is open in this process ({holder})", pid=holder)
+        for _ in range(_LOCK_TRIES):
+            fd = self._open_lock()
+            try:
+                if self._try_lock(fd):
+                    self._lock_fd = fd
+                    _held[self._identity] = os.getpid()
+                    self._write_pid(fd)
+                    return
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # somebody replaced the file between open and lock
+        raise StoreLockedError(f"the lock of {self.path!r} is being replaced all the time")
+
+    def _open_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise UnsafeDirectoryError(f"the lock in {self.path!r} is not a plain file", errno=error.errno) from error
+            raise
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            os.close(fd)
+            raise UnsafeDirectoryError(f"the lock in {self.path!r} is not a plain file of ours")
+        return fd
+
+    def _try_lock(self, fd: int) -> bool:
+        """Lock; False when the file is no longer the one in the directory."""
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            pid = _lock_holder(fd)
+            raise StoreLockedError(
+                f"{self.path!r} is in use by process {'unknown' if pid is None else pid}", pid=pid
+            ) from error
+        try:
+            current = os.stat(LOCK_NAME, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        mine = os.fstat(fd)
+        return (current.st_dev, current.st_ino) == (mine.st_dev, mine.st_ino)
+
+    @staticmethod
+    def _write_pid(fd: int) -> None:
+        """Note our process id for people and for systems that cannot ask the kernel."""
+        with contextlib.suppress(OSError):  # the lock is held all the same, on a full disk too
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+
+    def unlock(self) -> None:
+        """Let go of the lock; the file stays, because removing it would race with the next owner."""
+        if self._lock_fd >= 0:
+            fd, self._lock_fd = self._lock_fd, -1
+            if _held.get(self._identity) == os.getpid():
+                del _held[self._identity]
+            os.close(fd)
+
+    def close(self) -> None:
+        """Unlock and close."""
+        self.unlock()
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+def _lock_holder(fd: int) -> int | None:
+    """Process that holds the lock: asked from the kernel where its struct flock is known, else read from the file."""
+    if sys.platform == "linux" and sys.maxsize > 2**32:
+        with contextlib.suppress(OSError):
+            query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, query))
+            if kind != fcntl.F_UNLCK and pid > 0:
+                return int(pid)
+    with contextlib.suppress(OSError):
+        text = os.pread(fd, 32, 0).strip()
+        if text.isdigit():
+            return int(text)
+    return None

@@ -1,0 +1,225 @@
+"""Room in the log: a new segment when the active one is full, an old one reclaimed for it, its used blocks carried over.
+
+Invariants
+----------
+* One segment's worth of room (a spare file, or bytes below the cap) is kept at all times, so that the log can go on
+  while the oldest segment is still whole. A rotation uses it up, and is not over before it is there again.
+* What is carried over in one rotation is less than half a segment, however many segments must die for the room; every
+  rotation gains at least the other half.
+* Carried blocks are read, verified, appended in log order, and durable in their new place before the table is told of it
+  and before the old segment loses its name.
+* While the store recovers nothing is reclaimed: what is in the oldest segments is not known yet. New segments are made
+  from the room that is there; when that is used up, appends wait for the recovery.
+* A segment is sealed behind the back of the writer; before it is reclaimed its sealing has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+from typing import TYPE_CHECKING, Any
+
+from asynckv.errors import DiskError
+from asynckv.tiers.layout import PAGE, pages
+from asynckv.tiers.log import CarryItem
+from asynckv.tiers.segment import SEGMENTS_MAX
+
+if TYPE_CHECKING:
+    import logging
+
+    from asynckv._core import Carry, Table
+    from asynckv.tiers.log import LogWriter
+    from asynckv.tiers.reader import BlockReader
+    from asynckv.tiers.segment import Segment, SegmentSet
+
+__all__ = ["Reclaimer"]
+
+CARRY_GROUP_BYTES = 4 << 20
+CARRY_GROUP_BLOCKS = 1024
+CARRY_READS = 16
+BATCH_SHARE = 8  # a rotation is due when less than this part of a segment is left for a large batch
+
+
+class Reclaimer:
+    """Keeps an active segment with room.
+
+    Attributes
+    ----------
+    recovering
+        Nothing may be reclaimed yet.
+    corrupt_blocks
+        Blocks that were found damaged when they should have been carried over.
+    """
+
+    def __init__(
+        self, segments: SegmentSet, log: LogWriter, reader: BlockReader, table: Table, logger: logging.Logger
+    ) -> None:
+        self.set = segments
+        self.log = log
+        self.reader = reader
+        self.table = table
+        self.logger = logger
+        self.corrupt_blocks = 0
+        self.recovering = False
+        self.recovered = asyncio.Event()
+        self.recovered.set()
+        self.before_first_segment: Any = None  # coroutine function: what has to be gone before the log changes
+        self._lock = asyncio.Lock()  # a probe may come while the writer waits for room
+        self._sealing: set[asyncio.Task[None]] = set()
+
+    # -- rotation ------------------------------------------------------------------------------------------------
+
+    async def prepare(self, nbytes: int) -> None:
+        """Make sure that the active segment takes a good part of so many bytes, and the block that found no room before.
+
+        Asking for all of it would leave the ends of small segments empty.
+        """
+        async with self._lock:
+            await self._prepare(nbytes)
+
+    async def _prepare(self, nbytes: int) -> None:
+        share = min(nbytes, self.set.segment_bytes // BATCH_SHARE)
+        want = min(max(share, self.log.wanted), self.log.largest_block(self.set.segment_bytes))
+        while not self.log.fits(want):
+            await self._rotate()
+        if not self.set.has_room() and not self.recovering:
+            await self._restore_reserve()
+            while not self.log.fits(want):  # what was carried over took the room
+                await self._rotate()
+
+    async def _rotate(self) -> None:
+        old, self.set.active = self.set.active, None
+        if old is not None:
+            self.seal_behind(old)
+        if not self.set.has_room():
+            if self.recovering:
+                await self.recovered.wait()
+            while not self.set.has_room():
+                await self._reclaim_oldest(0)
+        if self.before_first_segment is not None:
+            await self.before_first_segment()
+            self.before_first_segment = None
+        await self.set.create(self.log.sequence)
+        if not self.recovering and not self.set.has_room():
+            await self._restore_reserve()
+
+    def seal_behind(self, segment: Segment) -> None:
+        """Begin to seal a segment that takes no more batches."""
+        if segment.sealing is None and not segment.sealed and not segment.failed and segment.own:
+            segment.sealing = asyncio.get_running_loop().create_task(self._seal(segment), name="asynckv seal")
+            self._sealing.add(segment.sealing)
+            segment.sealing.add_done_callback(self._sealing.discard)
+
+    async def _seal(self, segment: Segment) -> None:
+        try:
+            await self.log.seal(segment)
+        except OSError as error:
+            # Left as it is: readable, charged in full, sealed by the next recovery or reclaimed before.
+            self.logger.warning("asynckv: sealing a segment failed: %s", error)
+
+    async def drain(self) -> None:
+        """Wait for the sealing that was begun."""
+        while self._sealing:
+            await asyncio.wait(list(self._sealing))
+
+    # -- reclaiming ----------------------------------------------------------------------------------------------
+
+    async def _restore_reserve(self) -> None:
+        budget = self.set.segment_bytes // 2 - PAGE
+        while not self.set.has_room():
+            budget -= await self._reclaim_oldest(budget)
+
+    async def _reclaim_oldest(self, budget: int) -> int:
+        """Reclaim one segment; bytes that were carried over."""
+        segment = self.set.oldest()
+        if segment is None:
+            if self.set.spare is not None and len(self.set) < SEGMENTS_MAX:
+                await self.set.drop_spare()
+                if self.set.has_room():
+                    return 0
+            raise DiskError("there is no room for one more segment", operation="allocate", errno=errno.ENOSPC)
+        if segment.sealing is not None and not segment.sealing.done():
+            await asyncio.wait([segment.sealing])
+        carried = 0
+        if segment.own and budget > 0 and self.set.active is not None and not segment.retired:
+            carried = await self._carry_over(segment, budget)
+        await self.drop(segment)
+        return carried
+
+    async def drop(self, segment: Segment) -> None:
+        """Give a segment up with all that is in it, durably."""
+        await self.set.retire(segment)
+        if segment.slot >= 0:
+            while self.table.drop_segment(segment.slot):  # a bounded number in each turn of the loop
+                await asyncio.sleep(0)
+        await self.set.bury(segment)
+
+    # -- carrying over -------------------------------------------------------------------------------------------
+
+    async def _carry_over(self, segment: Segment, budget: int) -> int:
+        """Copy blocks that were used since they were written; stored bytes that were copied."""
+        active = self.set.active
+        assert active is not None
+        candidates = self.table.segment_candidates(segment.slot, budget)
+        moved: list[tuple[Carry, int, int]] = []
+        carried = 0
+        while candidates:
+            group, candidates = self._group(candidates, budget - carried)
+            if not group:
+                break
+            items = await self._read_group(group)
+            while items:
+                if self.set.active is not active:
+                    raise DiskError("the segment that takes carried blocks failed", operation="write", errno=errno.EIO)
+                batch = self.log.compose([], [], carries=items)
+                if not batch.placed:
+                    candidates = []  # the active segment is full, or none is current any more
+                    break
+                kept, items = batch.carries, batch.rest_carries
+                places = await self.log.submit(batch)
+                for item, (slot, offset, _) in zip(kept, places, strict=True):
+                    moved.append((item.carry, slot, offset))
+                    carried += pages(item.stored) if item.stored >= PAGE else item.stored
+        if moved:
+            await self.log.sync_segment(active)
+            for carry, slot, offset in moved:
+                self.table.finish_carry(carry, slot, offset)
+        return carried
+
+    @staticmethod
+    def _group(candidates: list[Carry], budget: int) -> tuple[list[Carry], list[Carry]]:
+        total = count = 0
+        for carry in candidates:
+            size = pages(carry.stored) if carry.stored >= PAGE else carry.stored
+            if total + size > budget or count >= CARRY_GROUP_BLOCKS or (count and total + size > CARRY_GROUP_BYTES):
+                break
+            total += size
+            count += 1
+        return candidates[:count], candidates[count:]
+
+    async def _read_group(self, group: list[Carry]) -> list[CarryItem]:
+        """Read and verify; the blocks that are well."""
+        sizes = [pages(carry.stored) for carry in group]
+        room = memoryview(mmap.mmap(-1, max(sum(sizes), PAGE)))
+        limit = asyncio.Semaphore(CARRY_READS)
+        good: list[CarryItem | None] = [None] * len(group)
+
+        async def one(index: int, carry: Carry, buffer: memoryview) -> None:
+            async with limit:
+                try:
+                    well = await self.reader.read(carry.slot, carry.offset, buffer, carry.stored, carry.checksum)
+                except OSError:
+                    return  # lost with its segment: a block that the disk does not give back cannot be kept
+                if well:
+                    good[index] = CarryItem(carry, buffer)
+                else:
+                    self.corrupt_blocks += 1
+
+        start = 0
+        jobs = []
+        for index, (carry, size) in enumerate(zip(group, sizes, strict=True)):
+            jobs.append(one(index, carry, room[start : start + size]))
+            start += size
+        await asyncio.gather(*jobs)
+        return [item for item in good if item is not None]

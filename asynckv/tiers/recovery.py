@@ -1,0 +1,313 @@
+"""From the bytes of the segments back to the index, while the store already serves.
+
+Invariants
+----------
+* Newest first: segments by number, batches and records from the last to the first. The first sight of a key, block or
+  tombstone, is final; a clear ends everything before it. What the caller puts or removes meanwhile is newer than all.
+* A torn batch is skipped, block by block: above the last claim of durability the payloads are read and verified, so a
+  write that was cut off never hides the value that was flushed before it.
+* When batches that had been durable are gone (both copies of a header), whatever is older may have been overwritten or
+  removed by them. It is dropped, durably: a miss, never an old value. So is everything older than a clear.
+* A segment without a seal gets one once it was read, so a crash while recovering costs no more than the same work again.
+* Damage never raises, except with ``strict``; then the payloads of the whole namespace are verified as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from typing import TYPE_CHECKING, Any
+
+from asynckv._record import CHUNK_MAX, apply_records
+from asynckv.errors import CorruptStoreError
+from asynckv.tiers.layout import PAGE, Seal, SegmentHeader
+from asynckv.tiers.scan import Found, Scan, footer_chunk, scan_segment, verify_batch
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Generator
+
+    from asynckv._core import Table
+    from asynckv._record import Records
+    from asynckv.tiers.log import LogWriter
+    from asynckv.tiers.reclaim import Reclaimer
+    from asynckv.tiers.segment import Segment, SegmentSet
+
+__all__ = ["Recovery", "SegmentReader"]
+
+TIMEOUTS_MAX = 3  # in one recovery; a disk that hangs more often is given up
+
+
+class SegmentReader:
+    """Reads ranges of segments for scanners; what the disk does not give is zeros, and counted.
+
+    Attributes
+    ----------
+    unreadable
+        Pages that could not be read.
+    """
+
+    def __init__(self, segments: SegmentSet) -> None:
+        self.set = segments
+        self.backend = segments.backend
+        self.unreadable = 0
+        self.timeouts = 0
+        self._buffer = memoryview(mmap.mmap(-1, CHUNK_MAX))
+
+    async def run(self, segment: Segment, scanner: Generator[tuple[int, int], memoryview, Any]) -> Any:
+        """Feed a scanner until it returns."""
+        try:
+            want = next(scanner)
+            while True:
+                want = scanner.send(await self.read(segment, *want))
+        except StopIteration as end:
+            return end.value
+
+    async def read(self, segment: Segment, offset: int, length: int) -> memoryview:
+        """Bytes of a range of whole pages; valid until the next call.
+
+        Raises
+        ------
+        TimeoutError
+            The disk hangs, again and again.
+        """
+        if await self._into(segment, offset, self._buffer[:length]):
+            return self._buffer[:length]
+        whole = memoryview(mmap.mmap(-1, CHUNK_MAX))  # a stuck engine may still write into the one before
+        for start in range(0, length, PAGE):
+            page = memoryview(mmap.mmap(-1, PAGE))
+            if await self._into(segment, offset + start, page):
+                whole[start : start + PAGE] = page
+            else:
+                self.unreadable += 1
+        self._buffer = whole
+        return whole[:length]
+
+    async def _into(self, segment: Segment, offset: int, view: memoryview) -> bool:
+        try:
+            file = await self.set.open_file(segment)
+            segment.hold()
+            await self.backend.read(file, offset, view, released=segment.release)
+        except TimeoutError:
+            self.timeouts += 1
+            if self.timeouts > TIMEOUTS_MAX:
+                raise
+            return False
+        except OSError:
+            return False
+        return True
+
+
+class Recovery:
+    """One scan of a store's own namespace.
+
+    Attributes
+    ----------
+    damage
+        Damaged places that were met.
+    corrupt_blocks
+        Blocks whose bytes were found damaged.
+    stopped
+        Set when the caller cleared the namespace: nothing older counts.
+    """
+
+    def __init__(
+        self,
+        segments: SegmentSet,
+        log: LogWriter,
+        reclaimer: Reclaimer,
+        table: Table,
+        seals: dict[int, Seal],
+        *,
+        strict: bool,
+        logger: logging.Logger,
+    ) -> None:
+        self.set = segments
+        self.log = log
+        self.reclaimer = reclaimer
+        self.table = table
+        self.seals = seals
+        self.strict = strict
+        self.logger = logger
+        self.reader = SegmentReader(segments)
+        self.damage = 0
+        self.corrupt_blocks = 0
+        self.stopped = False
+        self._cut = False  # nothing older than this counts
+        self._sealed_upto = 0  # segments up to this number had been sealed
+        self._todo = [segment for segment in segments.own() if segment is not segments.active]
+
+    def damaged(self, what: str) -> None:
+        """Count a damaged place.
+
+        Raises
+        ------
+        CorruptStoreError
+            In strict mode.
+        """
+        self.damage += 1
+        self.logger.warning("asynckv: recovery: %s", what)
+        if self.strict:
+            raise CorruptStoreError(f"the store is damaged: {what}", tier="disk", operation="open")
+
+    async def run(self, progress: Callable[[], None]) -> None:
+        """Recover every segment that was there at open."""
+        for segment in reversed(self._todo):
+            if self.stopped:
+                break
+            if self._cut or segment.number < self.set.oldest_live:
+                if not await self._drop(segment):
+                    break  # the next opening meets the same cut
+                continue
+            try:
+                await self._segment(segment)
+            except TimeoutError:
+                self._cut = True
+                self.damaged(f"segment {segment.number} could not be read in time")
+            progress()
+            await asyncio.sleep(0)
+
+    async def _drop(self, segment: Segment) -> bool:
+        try:
+            await self.reclaimer.drop(segment)
+        except OSError as error:
+            self.logger.warning("asynckv: a dead segment could not be removed: %s", error)
+            return False
+        return True
+
+    async def _segment(self, segment: Segment) -> None:
+        header = segment.header
+        if header is not None:
+            self._sealed_upto = max(self._sealed_upto, header.sealed_upto)
+        seal = self.seals.get(segment.number)
+        if seal is not None:
+            walked = await self._footer(segment, seal)
+            if walked is None:
+                self.damaged(f"the footer of segment {segment.number} is damaged")
+            elif not self.strict:
+                self._cut |= walked or seal.lossy
+                return
+        elif segment.number <= self._sealed_upto:
+            self.damaged(f"the seal of segment {segment.number} is damaged")
+        await self._scan(segment, seal)
+
+    # -- sealed segments -----------------------------------------------------------------------------------------
+
+    async def _footer(self, segment: Segment, seal: Seal) -> bool | None:
+        """Apply a footer, last chunk first (strict: only check it); whether a clear was met. None when it is damaged.
+
+        Chunks that were applied before a damaged one stay: they are the newest records, and a scan meets them first.
+        """
+        offset, length, left = seal.footer, seal.footer_bytes, seal.records
+        while length:
+            if length > CHUNK_MAX or length % PAGE or offset % PAGE:
+                return None
+            data = await self.reader.read(segment, offset, length)
+            chunk = footer_chunk(data, offset, segment.seed, seal)
+            if chunk is None:
+                return None
+            records, offset, length = chunk
+            left -= len(records)
+            if not self.strict and self._apply(segment, records):
+                return True
+            del records
+            await asyncio.sleep(0)
+        return None if left else False
+
+    def _apply(self, segment: Segment, records: Records) -> bool:
+        """Tell the table; whether a clear was met."""
+        if self.stopped:
+            return False
+        _, cleared = apply_records(self.table, records, segment.slot)
+        return bool(cleared)
+
+    # -- other segments ------------------------------------------------------------------------------------------
+
+    async def _scan(self, segment: Segment, seal: Seal | None) -> None:
+        scan: Scan = await self.reader.run(segment, scan_segment(segment.size, segment.seed))
+        header = self._header(segment, scan)
+        if header is None:
+            self.damaged(f"segment {segment.number} is unreadable")
+            self.set.disown(segment)
+            return
+        for found in scan.batches:
+            self._sealed_upto = max(self._sealed_upto, int(found.header.sealed_upto))
+            self.set.oldest_live = max(self.set.oldest_live, int(found.header.oldest_live))
+        cut = self._loss(segment, header, scan, seal)
+        if cut is not None:
+            self.damaged(f"segment {segment.number} lost batches that had been written")
+            self._cut = True
+        trusted = await self._verified(segment, scan, 0 if cut is None else cut, seal)
+        for _, records in reversed(trusted):
+            if self._apply(segment, records):
+                self._cut = True
+                break
+            await asyncio.sleep(0)
+        if self.stopped:
+            return
+        await self._reseal(segment, scan, trusted, lossy=cut is not None)
+
+    def _header(self, segment: Segment, scan: Scan) -> SegmentHeader | None:
+        """The segment's header, or one that its records prove; None when nothing in it is ours."""
+        if segment.header is None and scan.batches:
+            first = scan.batches[0].header
+            segment.header = SegmentHeader(
+                store_id=self.set.store_id,
+                namespace=self.set.namespace,
+                number=segment.number,
+                oldest_live=min(int(first.oldest_live), segment.number),
+                sequence=int(first.sequence),
+                size=self.set.segment_bytes,
+                sealed_upto=min(int(first.sealed_upto), segment.number),
+            )
+            self.damaged(f"the header of segment {segment.number} is damaged")
+        return segment.header
+
+    def _loss(self, segment: Segment, header: SegmentHeader, scan: Scan, seal: Seal | None) -> int | None:
+        if seal is not None:
+            return scan.cut(header.sequence, seal.batches, seal.last_sequence)
+        if scan.footer_batches >= 0:
+            return scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
+        if segment.number <= self._sealed_upto:  # it had a seal and a footer, and both are gone
+            return len(scan.batches)
+        return scan.cut(header.sequence)
+
+    async def _verified(
+        self, segment: Segment, scan: Scan, first: int, seal: Seal | None
+    ) -> list[tuple[Found, Records]]:
+        """Parsed batches from one on; payloads that may be torn are verified, and their records left out when they are."""
+        limit = scan.end if seal is not None else scan.claim[0]
+        result = []
+        for found in scan.batches[first:]:
+            records = found.records()
+            durable = found.offset < limit
+            if found.repaired and durable:
+                self.damaged(f"a batch header of segment {segment.number} is damaged")
+            if not durable or self.strict:
+                for index in await self.reader.run(segment, verify_batch(found)):
+                    records.discard(index)
+                    if durable:
+                        self.corrupt_blocks += 1
+                        self.damaged(f"a block of segment {segment.number} is damaged")
+            result.append((found, records))
+        return result
+
+    async def _reseal(
+        self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, lossy: bool
+    ) -> None:
+        """Give the segment a seal, or remove it when there is nothing in it."""
+        if segment.sealed and not self.damage:
+            return
+        try:
+            if not trusted and not lossy:
+                await self.reclaimer.drop(segment)
+                return
+            file = await self.set.open_file(segment)
+            await self.set.backend.sync(file)
+            segment.position = scan.end
+            last = trusted[-1][0].header.sequence if trusted else (segment.header.sequence if segment.header else 0)
+            await self.log.write_seal(
+                segment, [records for _, records in trusted], len(trusted), int(last), lossy=lossy
+            )
+        except OSError as error:
+            self.logger.warning("asynckv: a recovered segment could not be sealed: %s", error)

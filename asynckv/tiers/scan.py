@@ -1,0 +1,275 @@
+"""Finding the batches of a segment, whatever its bytes are. No I/O here: the scanner asks for ranges and is given bytes,
+so that recovery (through a backend) and the offline commands (through the system) share every decision.
+
+Invariants
+----------
+* It ends: every step moves up by at least a page, and nothing is read twice but the page where a window ends.
+* It never asks for more than `WINDOW_MAX` bytes at once and keeps only verified headers.
+* A batch counts when its header or its trailer verifies and the body parses; it then lies wholly inside the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from asynckv._record import (
+    HEADER_BYTES,
+    KIND_BATCH,
+    KIND_FOOTER,
+    Records,
+    chunk_bytes,
+    find_chunk,
+    parse_body,
+    parse_piece,
+    read_chunk,
+    read_trailer,
+)
+from asynckv.tiers.layout import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from asynckv._record import ChunkHeader
+    from asynckv.tiers.layout import Seal
+
+__all__ = ["Found", "Scan", "footer_chunk", "scan_segment", "verify_batch"]
+
+HOP_BYTES = 64 << 10  # read where a header is expected
+SWEEP_BYTES = 1 << 20  # read where there is none
+WINDOW_MAX = 4 << 20
+Want = tuple[int, int]  # offset and bytes; always whole pages inside the file
+
+
+@dataclass(slots=True)
+class Found:
+    """A batch: its verified header (or trailer), and a copy of header and body."""
+
+    header: ChunkHeader
+    piece: bytes
+    repaired: bool = False  # only the trailer was well
+
+    @property
+    def offset(self) -> int:
+        """Where the batch begins."""
+        return int(self.header.offset)
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return int(self.header.offset + self.header.batch_bytes)
+
+    def records(self) -> Records:
+        """The records, parsed anew."""
+        return parse_piece(self.piece)
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a scan found.
+
+    Attributes
+    ----------
+    batches
+        In log order.
+    footer_batches, footer_sequence
+        Batches of which a footer chunk speaks and the number of the last, -1 when there is none.
+    skipped
+        Pages between PAGE and the last batch that belong to nothing.
+    """
+
+    batches: list[Found] = field(default_factory=list)
+    footer_batches: int = -1
+    footer_sequence: int = -1
+    skipped: int = 0
+
+    @property
+    def end(self) -> int:
+        """End of the last batch."""
+        return self.batches[-1].end if self.batches else PAGE
+
+    @property
+    def claim(self) -> tuple[int, int]:
+        """The best claim of any header: (offset, complete and durable batches below it)."""
+        best = max((b.header for b in self.batches), key=lambda h: (h.synced, h.good), default=None)
+        return (PAGE, 0) if best is None else (int(best.synced), int(best.good))
+
+    def cut(self, first_sequence: int, expected: int = -1, last_sequence: int = -1) -> int | None:
+        """How many of the oldest batches may have been overwritten or undone by batches that were durable and are lost.
+
+        None means that nothing durable is missing; else older segments are not to be trusted either. A hole that a failed write left is no loss: the claims do not count it.
+        Where a loss is certain, the newest hole in the numbering is taken for it, so the answer errs to the safe side.
+
+        Parameters
+        ----------
+        first_sequence
+            Of the segment.
+        expected, last_sequence
+            How many batches the segment holds and the number of the last one, when a seal or a footer tells.
+        """
+        limit, good = self.claim
+        short = sum(1 for batch in self.batches if batch.offset < limit) < good
+        if len(self.batches) < expected:
+            short = True
+            limit = self.end
+            if not self.batches or self.batches[-1].header.sequence < last_sequence:
+                return len(self.batches)
+        if not short:
+            return None
+        for index in range(len(self.batches) - 1, -1, -1):
+            end = self.batches[index - 1].end if index else PAGE
+            sequence = self.batches[index - 1].header.sequence if index else first_sequence - 1
+            if end < limit and self.batches[index].header.sequence != sequence + 1:
+                return index
+        return len(self.batches)
+
+
+class _Window:
+    """The bytes read last."""
+
+    __slots__ = ("data", "size", "start")
+
+    def __init__(self, size: int) -> None:
+        self.size = size // PAGE * PAGE
+        self.start = 0
+        self.data = memoryview(b"")
+
+    def need(self, offset: int, length: int, ahead: int) -> Generator[Want, memoryview, int]:
+        """Have [offset, offset + length) at hand; its position in `data`, -1 when the file ends before."""
+        end = offset + length
+        if end > self.size or length > WINDOW_MAX:
+            return -1
+        if not (self.start <= offset and end <= self.start + len(self.data)):
+            self.data = yield (offset, min(max(length, ahead), self.size - offset))
+            self.start = offset
+        return offset - self.start
+
+
+def scan_segment(size: int, seed: int) -> Generator[Want, memoryview, Scan]:
+    """Look for batches from the first page after the header to the end of the file.
+
+    A generator: yields (offset, bytes) and is sent that much; returns the `Scan`.
+
+    Parameters
+    ----------
+    size
+        Bytes of the file.
+    seed
+        Of the segment's checksums.
+    """
+    window = _Window(size)
+    scan = Scan()
+    position = PAGE
+    ahead = HOP_BYTES
+    while position + PAGE <= window.size:
+        found = yield from _header_at(window, position, seed, ahead)
+        if found is None:
+            found = yield from _resync(window, scan, position, seed)
+            if found is None:
+                break
+            scan.skipped += max(found.offset - position, 0) // PAGE
+        scan.batches.append(found)
+        position = found.end
+        ahead = HOP_BYTES
+    return scan
+
+
+def _header_at(window: _Window, position: int, seed: int, ahead: int) -> Generator[Want, memoryview, Found | None]:
+    at = yield from window.need(position, PAGE, ahead)
+    whole = chunk_bytes(window.data, at) if at >= 0 else 0
+    if not whole:
+        return None
+    at = yield from window.need(position, whole, ahead)
+    if at < 0:
+        return None
+    header = read_chunk(window.data, at, KIND_BATCH, seed, position)
+    return None if header is None else _found(window, at, header)
+
+
+def _found(window: _Window, at: int, header: ChunkHeader, repaired: bool = False) -> Found | None:
+    """Check that the batch lies inside the file and makes sense."""
+    begin = header.offset + header.header_bytes
+    end = begin + header.payload_bytes
+    if end + header.header_bytes > window.size or header.payload_bytes % PAGE:
+        return None
+    if parse_body(window.data, at, header, begin, end) is None:
+        return None
+    return Found(header, bytes(window.data[at : at + HEADER_BYTES + header.body_bytes]), repaired)
+
+
+def _resync(window: _Window, scan: Scan, start: int, seed: int) -> Generator[Want, memoryview, Found | None]:
+    """Go on page by page from a page that is no header: to a trailer of a batch from there on, or to a header."""
+    position = start
+    while position + PAGE <= window.size:
+        at = yield from window.need(position, PAGE, SWEEP_BYTES)
+        hit = find_chunk(window.data, at, len(window.data))
+        if hit < 0:
+            position = window.start + len(window.data)
+            continue
+        position = window.start + hit
+        whole = chunk_bytes(window.data, hit)
+        if whole:
+            at = yield from window.need(position, whole, SWEEP_BYTES)
+            if at >= 0:
+                header = read_chunk(window.data, at, KIND_BATCH, seed, position) if position != start else None
+                if header is not None:
+                    found = _found(window, at, header)
+                    if found is not None:
+                        return found
+                header = read_trailer(window.data, at, seed, position)
+                if header is not None and header.offset >= start:
+                    found = _found(window, at, header, repaired=True)
+                    if found is not None:
+                        return found
+                header = read_chunk(window.data, at, KIND_FOOTER, seed, position)
+                if header is not None:
+                    scan.footer_batches = max(scan.footer_batches, int(header.payload_bytes))
+                    scan.footer_sequence = max(scan.footer_sequence, int(header.sequence))
+        position += PAGE
+    return None
+
+
+def footer_chunk(data: memoryview, offset: int, seed: int, seal: Seal) -> tuple[Records, int, int] | None:
+    """Verify one footer chunk: (records, offset and bytes of the chunk before), None when it is damaged."""
+    header = read_chunk(data, 0, KIND_FOOTER, seed, offset)
+    if header is None or header.header_bytes != len(data):
+        return None
+    records = parse_body(data, 0, header, PAGE, seal.data_end)
+    if records is None:
+        return None
+    before, length = int(header.synced), int(header.good)
+    if length and not seal.data_end <= before <= offset - length:
+        return None
+    return records, before, length
+
+
+def verify_batch(found: Found) -> Generator[Want, memoryview, list[int]]:
+    """Check the payloads of a batch; the indices of the records whose bytes are damaged."""
+    begin = found.offset + found.header.header_bytes
+    size = begin + int(found.header.payload_bytes)
+    window = _Window(size)
+    bad: list[int] = []
+    for index, offset, stored, checksum in sorted(found.records().locations(), key=lambda each: each[1]):
+        first = offset // PAGE * PAGE
+        length = -(-(offset + stored - first) // PAGE) * PAGE
+        if length <= SWEEP_BYTES:
+            at = yield from window.need(first, length, SWEEP_BYTES)
+            at += offset - first
+            digest = xxh3_64_intdigest(window.data[at : at + stored])
+        else:
+            hasher = xxh3_64()
+            left, position = stored, offset
+            while left:
+                first = position // PAGE * PAGE
+                piece = min(left, SWEEP_BYTES - (position - first))
+                length = -(-(position + piece - first) // PAGE) * PAGE
+                at = yield from window.need(first, length, length)
+                hasher.update(window.data[at + position - first : at + position - first + piece])
+                position += piece
+                left -= piece
+            digest = hasher.intdigest()
+        if digest != checksum:
+            bad.append(index)
+    return bad

@@ -1,0 +1,507 @@
+"""Segment files: which there are, what they cost, which are open, how they are born and how they die.
+
+Invariants, each with the crash it is there for
+-----------------------------------------------
+* Numbers grow and are never used twice, and the seed of every checksum contains the number: what an earlier life of a
+  file left in its pages never verifies in a later one.
+* A segment is born under the name ``spare``: allocated, its header written and synced, only then renamed to its number,
+  and the directory synced before the first batch. A crash before the rename leaves a spare, which no one reads; after it,
+  an empty segment. No batch is ever acknowledged in a file whose name may vanish.
+* A segment dies in this order: what is carried over is durable elsewhere; the name goes (renamed to ``spare``, or
+  unlinked) and the directory is synced; the table forgets its blocks; reads and writes in flight on the file end; only
+  then the file is reused or closed. A crash between any two steps leaves either the segment whole or its death durable.
+  The table forgets last because, from then on, a removal of one of those keys owes no tombstone.
+* Segments die oldest first, so a tombstone outlives everything that it buries. Should a file system lose a synced unlink
+  all the same, every later segment and batch carries the number below which all are dead.
+* Charged bytes (the greater of size and allocated bytes, and one page more while a file grows, for the file system's
+  own extent block) never pass the cap: charged before the allocation, given back after the file is gone.
+* A file with an operation in flight is never closed and never handed to its next life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from typing import TYPE_CHECKING, Any
+
+from asynckv.errors import DiskError
+from asynckv.tiers.layout import (
+    PAGE,
+    SPARE_NAME,
+    SegmentHeader,
+    segment_name,
+    segment_seed,
+)
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Iterator
+
+    from asynckv.backends.base import Backend, File
+    from asynckv.tiers.log import Batch
+
+__all__ = ["SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
+
+SEGMENTS_MAX = 1024
+OPEN_FILES_MAX = 64
+
+
+class Segment:
+    """One segment file.
+
+    Attributes
+    ----------
+    number, name, size
+        Segment number, present file name, bytes of the file.
+    slot
+        Small number that stands for this segment in the block table.
+    own
+        It belongs to this store and namespace; others are only kept until their room is needed.
+    header
+        Its first page, or the copy in its seal; None when neither could be read.
+    charge
+        Bytes it takes: the greater of its size and what is allocated.
+    sealed
+        Complete, durable and closed to appends.
+    failed
+        A sync failed: no more appends, and nothing past `synced` is relied on.
+    retired
+        Its name is gone from the directory.
+    position, body_sum
+        Where the next batch goes; upper bound of the bodies so far, for the size of the footer.
+    batches
+        Batches of this session in log order.
+    synced, good
+        Below this offset every batch ended well and is durable, or is a known hole; how many ended well.
+    """
+
+    __slots__ = (
+        "batches",
+        "body_sum",
+        "charge",
+        "failed",
+        "file",
+        "first_sequence",
+        "good",
+        "header",
+        "idle",
+        "name",
+        "number",
+        "opening",
+        "own",
+        "position",
+        "retired",
+        "sealed",
+        "sealing",
+        "seed",
+        "size",
+        "slot",
+        "sync_lock",
+        "synced",
+        "synced_index",
+        "used",
+        "users",
+    )
+
+    def __init__(self, number: int, size: int, charge: int, *, header: SegmentHeader | None, own: bool) -> None:
+        self.number = number
+        self.name = segment_name(number)
+        self.size = size
+        self.charge = charge
+        self.header = header
+        self.own = own
+        self.slot = -1
+        self.seed = 0
+        self.file: File | None = None
+        self.opening: asyncio.Future[File] | None = None
+        self.users = 0  # operations on the file that were submitted and not released
+        self.idle: asyncio.Future[None] | None = None
+        self.used = 0
+        self.sealed = False
+        self.sealing: asyncio.Task[None] | None = None
+        self.failed = False
+        self.retired = False
+        self.position = PAGE
+        self.body_sum = 0
+        self.batches: list[Batch] = []
+        self.first_sequence = 0
+        self.synced = PAGE
+        self.synced_index = 0
+        self.good = 0
+        self.sync_lock = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.number} slot={self.slot} own={self.own} sealed={self.sealed}>"
+
+    def hold(self) -> None:
+        """An operation on the file begins."""
+        self.users += 1
+
+    def release(self) -> None:
+        """An operation on the file is over: the engine no longer touches it."""
+        self.users -= 1
+        if not self.users and self.idle is not None and not self.idle.done():
+            self.idle.set_result(None)
+
+
+class Spare:
+    """A file of a full segment's size, or nearly, that the next segment is made of."""
+
+    __slots__ = ("charge", "file", "size")
+
+    def __init__(self, file: File | None, size: int, charge: int) -> None:
+        self.file = file
+        self.size = size
+        self.charge = charge
+
+
+class SegmentSet:
+    """All segments of a directory and the account of its bytes.
+
+    Attributes
+    ----------
+    cap, segment_bytes
+        Most bytes allocated in the directory; size of a segment that is appended to.
+    active
+        The segment that batches go to.
+    oldest_live
+        Segments below this number are dead.
+    next_number
+        Above every number ever seen.
+    overhead
+        Bytes of everything that is no segment and no spare: directory, superblock, lock, snapshot, strangers.
+    bytes_written
+        Bytes handed to the device, padding included.
+    """
+
+    def __init__(
+        self, backend: Backend, *, cap: int, segment_bytes: int, store_id: bytes, namespace: bytes, log: logging.Logger
+    ) -> None:
+        self.backend = backend
+        self.cap = cap
+        self.segment_bytes = segment_bytes
+        self.store_id = store_id
+        self.namespace = namespace
+        self.log = log
+        self.overhead = 0
+        self.bytes_written = 0
+        self.oldest_live = 0
+        self.next_number = 1
+        self.active: Segment | None = None
+        self.spare: Spare | None = None
+        self._segments: dict[int, Segment] = {}  # by number, ascending
+        self._slots: list[Segment | None] = []
+        self._orphans: set[Segment] = set()  # dead, with an operation that does not end
+        self._pending = 0  # charged for a file that is being made
+        self._tick = 0
+        self._open = 0
+        self._closers: set[asyncio.Future[Any]] = set()
+
+    # -- the set -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(list(self._segments.values()))
+
+    def own(self) -> list[Segment]:
+        """Segments of this store and namespace, oldest first."""
+        return [segment for segment in self._segments.values() if segment.own]
+
+    def oldest(self) -> Segment | None:
+        """The segment that is reclaimed next; never the active one."""
+        for segment in self._segments.values():
+            if segment is not self.active:
+                return segment
+        return None
+
+    def by_slot(self, slot: int) -> Segment | None:
+        """The segment that a slot stands for."""
+        return self._slots[slot] if 0 <= slot < len(self._slots) else None
+
+    def add(self, segment: Segment) -> None:
+        """Take a segment in; numbers have to come in ascending order."""
+        self._segments[segment.number] = segment
+        self.next_number = max(self.next_number, segment.number + 1)
+        if segment.own:
+            segment.seed = segment_seed(self.store_id, self.namespace, segment.number)
+            if None not in self._slots:
+                self._slots.append(None)
+            segment.slot = self._slots.index(None)
+            self._slots[segment.slot] = segment
+
+    def disown(self, segment: Segment) -> None:
+        """Nothing in a segment is ours after all: it only waits for its room to be needed."""
+        segment.own = False
+        if segment.slot >= 0 and not segment.users:
+            self._slots[segment.slot] = None
+            segment.slot = -1
+
+    def sealed_upto(self) -> int:
+        """The highest number up to which all segments of ours are sealed."""
+        number = self.next_number - 1
+        for segment in self._segments.values():
+            if segment.own and not segment.sealed:
+                return segment.number - 1
+        return number
+
+    # -- the account ---------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated in the directory, as far as we know."""
+        total = self.overhead + sum(segment.charge for segment in self._segments.values())
+        total += sum(segment.charge for segment in self._orphans)
+        return total + (self.spare.charge if self.spare is not None else 0)
+
+    @property
+    def charged(self) -> int:
+        """Bytes that count against the cap: what is used, what is being made, and a page for each file that grows."""
+        growing = sum(1 for segment in self._segments.values() if segment.own and not segment.sealed)
+        return self.used + self._pending + (growing + (self.spare is not None)) * PAGE
+
+    def has_room(self) -> bool:
+        """Whether one more segment can be made without reclaiming."""
+        spare = self.spare.charge + PAGE if self.spare is not None else 0
+        return self.charged - spare + self.segment_charge <= self.cap and len(self._segments) < SEGMENTS_MAX
+
+    @property
+    def segment_charge(self) -> int:
+        """What one more segment costs."""
+        return self.segment_bytes + PAGE
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def touch(self, segment: Segment) -> None:
+        """Note a use, for the choice of the file to close next."""
+        self._tick += 1
+        segment.used = self._tick
+
+    async def open_file(self, segment: Segment) -> File:
+        """The segment's open file; keeps the number of open ones bounded."""
+        self.touch(segment)
+        if segment.file is not None:
+            return segment.file
+        if segment.opening is None:
+            self._close_unused()
+            segment.opening = self.backend.open(segment.name)
+            segment.opening.add_done_callback(lambda future: self._opened(segment, future))
+        opening = segment.opening
+        await asyncio.wait([opening])  # whoever is cancelled here leaves the opening to the others
+        return opening.result()
+
+    def _opened(self, segment: Segment, future: asyncio.Future[File]) -> None:
+        segment.opening = None
+        if not future.cancelled() and future.exception() is None:
+            segment.file = future.result()
+            self._open += 1
+
+    def _close_unused(self) -> None:
+        if self._open < OPEN_FILES_MAX:
+            return
+        idle = [
+            s
+            for s in self._segments.values()
+            if s.file is not None and not s.users and s is not self.active and s.sealing is None
+        ]
+        for segment in sorted(idle, key=lambda s: s.used)[: self._open - OPEN_FILES_MAX + 1]:
+            self._close_file(segment)
+
+    def _close_file(self, segment: Segment) -> asyncio.Future[None] | None:
+        file, segment.file = segment.file, None
+        if file is None:
+            return None
+        self._open -= 1
+        return self._close_quietly(file)
+
+    def _close_quietly(self, file: File) -> asyncio.Future[None]:
+        future = self.backend.close_file(file)
+        self._closers.add(future)
+        future.add_done_callback(self._closed)
+        return future
+
+    def _closed(self, future: asyncio.Future[Any]) -> None:
+        self._closers.discard(future)
+        if not future.cancelled() and future.exception() is not None:
+            self.log.warning("asynckv: closing a file failed: %s", future.exception())
+
+    # -- birth ---------------------------------------------------------------------------------------------------
+
+    async def create(self, sequence: int) -> Segment:
+        """Make the next segment, durable and empty, and make it the active one.
+
+        The caller has made sure that there is room.
+        """
+        number = self.next_number
+        self.next_number = number + 1
+        header = SegmentHeader(
+            store_id=self.store_id,
+            namespace=self.namespace,
+            number=number,
+            oldest_live=min(self.oldest_live, number),
+            sequence=sequence,
+            size=self.segment_bytes,
+            sealed_upto=min(self.sealed_upto(), number - 1),
+        )
+        if self.spare is None or self.spare.file is None:
+            await self._make_spare()
+        spare = self.spare
+        assert spare is not None
+        file = spare.file
+        assert file is not None
+        more = max(self.segment_bytes - spare.charge, 0)
+        self._pending += more
+        try:
+            if spare.size != self.segment_bytes:
+                await self.backend.allocate(file, self.segment_bytes)
+                spare.size = self.segment_bytes
+            page = header.encode()
+            await self.backend.write(file, 0, [page])
+            self.bytes_written += len(page)
+            await self.backend.sync(file)
+            allocated = (await self.backend.stat(SPARE_NAME))[1]
+            spare.charge = max(self.segment_bytes, allocated)
+        finally:
+            self._pending -= more
+        if self.charged > self.cap:
+            await self.drop_spare()
+            raise DiskError("the file system allocated more than asked for", operation="allocate", errno=errno.ENOSPC)
+        self.spare = None
+        segment = Segment(number, self.segment_bytes, spare.charge, header=header, own=True)
+        segment.file = file
+        segment.first_sequence = sequence
+        self._open += 1
+        try:
+            await self.backend.rename(SPARE_NAME, segment.name)
+        except BaseException:
+            segment.own = False  # under which name it is, the next opening finds out; it counts, and is reclaimed
+            self.add(segment)
+            raise
+        self.add(segment)
+        try:
+            await self.backend.sync_directory()
+        except BaseException:
+            segment.failed = True
+            raise
+        self.active = segment
+        return segment
+
+    async def _make_spare(self) -> None:
+        if self.spare is not None:  # there, but not open
+            spare = self.spare
+            spare.file = await self.backend.open(SPARE_NAME)
+            return
+        self._pending += self.segment_bytes
+        try:
+            file = await self.backend.open(SPARE_NAME, create=True, size=self.segment_bytes)
+            self.spare = Spare(file, self.segment_bytes, self.segment_bytes)
+        except OSError:
+            with contextlib.suppress(OSError):
+                await self.backend.unlink(SPARE_NAME)
+            raise
+        finally:
+            self._pending -= self.segment_bytes
+
+    async def drop_spare(self) -> None:
+        """Remove the spare file, for room."""
+        spare, self.spare = self.spare, None
+        if spare is None:
+            return
+        self._pending += spare.charge
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                await self.backend.unlink(SPARE_NAME)
+            if spare.file is not None:
+                with contextlib.suppress(OSError):
+                    await self._close_quietly(spare.file)
+        except OSError:
+            self.spare = spare
+            raise
+        finally:
+            self._pending -= spare.charge
+
+    # -- death ---------------------------------------------------------------------------------------------------
+
+    async def retire(self, segment: Segment) -> None:
+        """Take a segment's name away, durably: it is made the spare when there is none, else unlinked."""
+        others = [each.number for each in self._segments.values() if each is not segment]
+        self.oldest_live = max(self.oldest_live, min(others, default=segment.number + 1))
+        if not segment.retired:
+            recycle = self._recyclable(segment)
+            if recycle:
+                try:
+                    await self.open_file(segment)
+                except OSError:
+                    recycle = False
+            try:
+                if recycle:
+                    await self.backend.rename(segment.name, SPARE_NAME)
+                    segment.name = SPARE_NAME
+                else:
+                    await self.backend.unlink(segment.name)
+            except FileNotFoundError:
+                pass  # somebody removed it: as dead as it gets
+            segment.retired = True
+        await self.backend.sync_directory()
+
+    def _recyclable(self, segment: Segment) -> bool:
+        if self.spare is not None or not self.segment_bytes // 2 <= segment.size <= self.segment_bytes:
+            return False
+        if any(each.name == SPARE_NAME for each in self._orphans):
+            return False
+        return self.charged - segment.charge + self.segment_charge <= self.cap
+
+    async def bury(self, segment: Segment) -> None:
+        """After `retire`, and once the table forgot the segment: wait for its readers, then reuse or close the file."""
+        self._segments.pop(segment.number, None)
+        if self.active is segment:
+            self.active = None
+        self._orphans.add(segment)
+        if segment.users:
+            segment.idle = asyncio.get_running_loop().create_future()
+            await asyncio.wait([segment.idle], timeout=self.backend.timeout)
+        if segment.users:
+            # An operation is stuck. The file may not be reused: it loses its name, and stays charged until it is free.
+            if segment.name == SPARE_NAME:
+                with contextlib.suppress(OSError):
+                    await self.backend.unlink(SPARE_NAME)
+                segment.name = ""
+            assert segment.idle is not None
+            segment.idle.add_done_callback(lambda _: self._let_go(segment))
+            return
+        file = segment.file
+        if segment.name == SPARE_NAME and self.spare is None and file is not None:
+            self.spare = Spare(file, segment.size, segment.charge)
+            segment.file = None
+            self._open -= 1
+        else:
+            closing = self._close_file(segment)
+            if closing is not None:
+                with contextlib.suppress(OSError):
+                    await closing
+        self._forget(segment)
+
+    def _let_go(self, segment: Segment) -> None:
+        closing = self._close_file(segment)
+        if closing is None:
+            self._forget(segment)
+        else:
+            closing.add_done_callback(lambda _: self._forget(segment))
+
+    def _forget(self, segment: Segment) -> None:
+        self._orphans.discard(segment)
+        if segment.slot >= 0 and self._slots[segment.slot] is segment:
+            self._slots[segment.slot] = None
+
+    async def close(self) -> None:
+        """Close all files that nothing is in flight on."""
+        for segment in self._segments.values():
+            if not segment.users:
+                self._close_file(segment)
+        if self.spare is not None and self.spare.file is not None:
+            self._close_quietly(self.spare.file)
+            self.spare.file = None
+        if self._closers:
+            await asyncio.wait(list(self._closers), timeout=self.backend.timeout)

@@ -1,0 +1,379 @@
+"""Calls that wait: for room in the pool, or for a read.
+
+Invariants
+----------
+* Two queues wait for room, reloads before puts; in each only the head takes steps, so room is granted in order of
+  arrival and a batch gets all it needs before the next one starts: two batches cannot deadlock.
+* A waiter that leaves (cancelled, timed out) frees its interest and the room it was granted, never an extent that
+  an operation still owns.
+* Every key of a call ends as exactly one of memory hit, disk hit, miss, no room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from asynckv._core import Draft, Load, Room
+    from asynckv.clock import Clock
+    from asynckv.scheduler import Scheduler
+
+ABSENT, MEMORY, DISK, LOADING = range(4)
+DONE, AGAIN, BLOCKED = 1, 0, -1
+PENDING, MEMORY_HIT, DISK_HIT, MISS, NO_ROOM = range(5)
+
+
+def plain_key(key: Any) -> int | bytes | str:
+    """The key as the plain object that dictionaries compare by value."""
+    return key if isinstance(key, (int, bytes, str)) else operator.index(key)
+
+
+class Waiter(Protocol):
+    """One call in a room queue."""
+
+    future: asyncio.Future[Any]
+
+    def step(self) -> int:
+        """Take what room there is: DONE, AGAIN next turn, or BLOCKED."""
+
+    def blocked(self) -> bool:
+        """Called when blocked at the head; True when waiting longer is pointless."""
+
+    def expire(self) -> None:
+        """No room came in time: finish with what there is."""
+
+
+class RoomQueue:
+    """Calls that wait for room, in order of arrival."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, timeout: float) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._timeout = timeout
+        self._waiters: deque[Waiter] = deque()
+        self._timers: dict[Waiter, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(tuple(self._waiters))
+
+    def add(self, waiter: Waiter) -> None:
+        self._waiters.append(waiter)
+        self._timers[waiter] = self._clock.call_later(self._loop, self._timeout, lambda: self._expired(waiter))
+
+    def discard(self, waiter: Waiter) -> None:
+        """Take a call out, wherever it stands."""
+        timer = self._timers.pop(waiter, None)
+        if timer is not None:
+            timer.cancel()
+            self._waiters.remove(waiter)
+
+    def _expired(self, waiter: Waiter) -> None:
+        if waiter in self._timers:
+            self.discard(waiter)
+            waiter.expire()
+
+    def pump(self) -> int:
+        """Let the heads work. DONE when the queue is empty, else what its head answered."""
+        while self._waiters:
+            head = self._waiters[0]
+            answer = head.step()
+            if answer == BLOCKED:
+                if not head.blocked():
+                    return BLOCKED
+                self.discard(head)
+                head.expire()
+            elif answer == AGAIN:
+                return AGAIN
+            else:
+                self.discard(head)
+        return DONE
+
+
+class Reload:
+    """One read of one block into the pool, and those who wait for it."""
+
+    __slots__ = ("expired", "future", "key", "load", "released", "scheduler", "started", "waiters")
+
+    future: asyncio.Future[bool]
+
+    def __init__(self, scheduler: Scheduler, key: Any, load: Load) -> None:
+        self.scheduler = scheduler
+        self.key = key
+        self.load = load
+        self.waiters: list[tuple[Gather, int]] = []
+        self.expired = False
+        self.released = False
+        self.started = scheduler.clock.monotonic()
+
+    def on_released(self) -> None:
+        """The engine no longer touches the extent."""
+        self.released = True
+        if self.expired:
+            self.scheduler.table.release_load(self.load)
+            self.scheduler.kick()
+
+    def on_done(self, future: asyncio.Future[bool]) -> None:
+        self.scheduler.finish_reload(self, future)
+
+
+class Gather:
+    """The reads of one call: a list of keys, answered in order.
+
+    `results[i]` is a block or None, `codes[i]` says how it ended.
+    """
+
+    __slots__ = ("_missing", "_room", "_scheduler", "_todo", "codes", "counted", "future", "keys", "results")
+
+    def __init__(self, scheduler: Scheduler, keys: Sequence[Any], *, counted: bool = True) -> None:
+        self._scheduler = scheduler
+        self.keys = keys
+        self.counted = counted
+        self.results: list[Any] = [None] * len(keys)
+        self.codes = [PENDING] * len(keys)
+        self.future: asyncio.Future[None] = scheduler.loop.create_future()
+        self._todo: deque[int] = deque()
+        self._missing = len(keys)
+        self._room: Room | None = None
+
+    def start(self) -> None:
+        """Answer what memory holds, then queue for the rest."""
+        find = self._scheduler.table.get if self.counted else self._scheduler.table.peek
+        for index, key in enumerate(self.keys):
+            block = find(key)
+            if block is None:
+                self._todo.append(index)
+            else:
+                self._settle(index, block, MEMORY_HIT)
+        if self._todo:
+            self._scheduler.enqueue_load(self)
+
+    def cancel(self) -> None:
+        """Give up: nothing stays pinned by this call."""
+        self._scheduler.load_queue.discard(self)
+        self._drop_room()
+        self._todo.clear()
+        self.results = []
+        self.future.cancel()
+        self._scheduler.kick()
+
+    def _drop_room(self) -> None:
+        if self._room is not None:
+            self._room.cancel()
+            self._room = None
+
+    def _settle(self, index: int, block: Any, code: int) -> None:
+        if self.future.done() or self.codes[index] != PENDING:
+            return
+        self.results[index] = block
+        self.codes[index] = code
+        if self.counted:
+            self._scheduler.count(code)
+        self._missing -= 1
+        if self._missing == 0:
+            self.future.set_result(None)
+
+    def step(self) -> int:
+        scheduler = self._scheduler
+        table = scheduler.table
+        while self._todo:
+            index = self._todo[0]
+            key = self.keys[index]
+            state = table.state(key)
+            if state == DISK:
+                reload = scheduler.current_reload(key)
+                if reload is None:
+                    answer = self._room_step(key)
+                    if answer != DONE:
+                        return answer
+                    reload = scheduler.start_reload(key, self._room)
+                    self._room = None
+            elif state == LOADING:
+                reload = scheduler.current_reload(key)
+            else:
+                reload = None
+            self._todo.popleft()
+            if reload is not None:
+                self._drop_room()
+                reload.waiters.append((self, index))
+            elif state == MEMORY:
+                self._drop_room()
+                self._settle(index, table.get(key) if self.counted else table.peek(key), MEMORY_HIT)
+            elif scheduler.recovering:
+                scheduler.await_recovery(self, index)
+            else:
+                self._settle(index, None, MISS)
+        return DONE
+
+    def _room_step(self, key: Any) -> int:
+        if self._room is None:
+            where = self._scheduler.table.where(key)
+            self._room = self._scheduler.table.room(where[4])
+        return self._room.step()
+
+    def blocked(self) -> bool:
+        """Let go of hits behind the blocked key; hopeless when only this call's own pins are in the way."""
+        scheduler = self._scheduler
+        first = self._todo[0]
+        later = [i for i in range(first + 1, len(self.keys)) if self.codes[i] == MEMORY_HIT]
+        if later:
+            for i in later:
+                self.results[i] = None
+                self.codes[i] = PENDING
+                self._missing += 1
+                if self.counted:
+                    scheduler.counters.memory_hits -= 1
+            self._todo = deque(sorted([*self._todo, *later]))
+            scheduler.kick()
+            return False
+        if self._room is not None and self._room.needs_spill:
+            scheduler.writer.urge()
+            return False
+        if scheduler.writer.in_flight or scheduler.table.quarantined:
+            return False
+        mine = {plain_key(k) for k, code in zip(self.keys, self.codes, strict=True) if code in (MEMORY_HIT, DISK_HIT)}
+        mine.update(r.key for r in scheduler.reloads.values() if any(g is self for g, _ in r.waiters))
+        return scheduler.table.pinned_blocks + len(scheduler.reloads) <= len(mine)
+
+    def expire(self) -> None:
+        """No room: everything from here on is left out, also what is in memory."""
+        self._drop_room()
+        while self._todo:
+            self._settle(self._todo.popleft(), None, NO_ROOM)
+
+    def patience_over(self) -> None:
+        """The caller's own time-out: what has not come by now is a miss."""
+        self._scheduler.load_queue.discard(self)
+        self._drop_room()
+        self._todo.clear()
+        for index, code in enumerate(self.codes):
+            if code == PENDING:
+                self._settle(index, None, MISS)
+
+    def arrived(self, index: int, block: Any) -> None:
+        """A reload this call waited for ended well."""
+        self._settle(index, block, DISK_HIT)
+
+    def failed(self, index: int) -> None:
+        """A reload this call waited for ended without bytes."""
+        self._settle(index, None, MISS)
+
+    def again(self, index: int) -> None:
+        """The key changed while it was being read, or recovery went on: look once more."""
+        if not self.future.done() and self.codes[index] == PENDING:
+            self._todo.append(index)
+            if len(self._todo) == 1:
+                self._scheduler.enqueue_load(self)
+
+
+class Putting:
+    """The puts of one call, stored in order as room comes."""
+
+    __slots__ = ("_items", "_next", "_room", "_scheduler", "future", "results")
+
+    def __init__(self, scheduler: Scheduler, items: Sequence[tuple[Any, Draft | None]]) -> None:
+        self._scheduler = scheduler
+        self._items = items
+        self._next = 0
+        self._room: Room | None = None
+        self.results: list[bool] = []
+        self.future: asyncio.Future[list[bool]] = scheduler.loop.create_future()
+
+    def step(self) -> int:
+        scheduler = self._scheduler
+        while self._next < len(self._items):
+            key, draft = self._items[self._next]
+            if draft is None:  # could never fit; its old value goes, as for a refused put
+                self._reject(key)
+                continue
+            if self._room is None:
+                if scheduler.too_dirty(draft.extent):
+                    return BLOCKED
+                self._room = scheduler.table.room(draft)
+            answer = self._room.step()
+            if answer != DONE:
+                return answer
+            room, self._room = self._room, None
+            scheduler.table.fill(room, key, draft)
+            scheduler.counters.puts += 1
+            self.results.append(True)
+            self._next += 1
+            scheduler.writer.poke()
+        if not self.future.done():
+            self.future.set_result(self.results)
+        return DONE
+
+    def _reject(self, key: Any) -> None:
+        self._scheduler.forget(key)
+        self._scheduler.counters.rejected_puts += 1
+        self.results.append(False)
+        self._next += 1
+
+    def blocked(self) -> bool:
+        if self._room is None or self._room.needs_spill:
+            self._scheduler.writer.urge()
+        return False
+
+    def expire(self) -> None:
+        self._drop_room()
+        while self._next < len(self._items):
+            self._reject(self._items[self._next][0])
+        if not self.future.done():
+            self.future.set_result(self.results)
+
+    def cancel(self) -> None:
+        self._scheduler.put_queue.discard(self)
+        self._drop_room()
+        self.future.cancel()
+        self._scheduler.kick()
+
+    def _drop_room(self) -> None:
+        if self._room is not None:
+            self._room.cancel()
+            self._room = None
+
+
+class Reserving:
+    """Room for one reserved block."""
+
+    __slots__ = ("_draft", "_room", "_scheduler", "future")
+
+    def __init__(self, scheduler: Scheduler, draft: Draft) -> None:
+        self._scheduler = scheduler
+        self._draft = draft
+        self._room: Room | None = None
+        self.future: asyncio.Future[Room | None] = scheduler.loop.create_future()
+
+    def step(self) -> int:
+        if self._room is None:
+            if self._scheduler.too_dirty(self._draft.extent):
+                return BLOCKED
+            self._room = self._scheduler.table.room(self._draft)
+        answer = self._room.step()
+        if answer == DONE and not self.future.done():
+            self.future.set_result(self._room)
+        return answer
+
+    def blocked(self) -> bool:
+        if self._room is None or self._room.needs_spill:
+            self._scheduler.writer.urge()
+        return False
+
+    def expire(self) -> None:
+        if self._room is not None:
+            self._room.cancel()
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def cancel(self) -> None:
+        self._scheduler.put_queue.discard(self)
+        if self._room is not None:
+            self._room.cancel()
+        self.future.cancel()
+        self._scheduler.kick()

@@ -1,0 +1,416 @@
+"""The one task that appends to the log: early spills, tombstones, flush.
+
+Invariants
+----------
+* Log order is the order in which batches are composed, and composing takes the dirty blocks and the owed tombstones
+  in one step without an await. Within a batch: clear, tombstones, blocks. A dirty block of a key whose tombstone is
+  still owed was put after the removal, so this order is the order of the calls.
+* Blocks are taken oldest first, and a replaced dirty block keeps its place. The first N of the list, N being its
+  length when `flush` was called, therefore cover every put that returned before.
+* A flush or a durable removal answers only after its batches were written and a sync begun after that ended.
+* A block whose write failed is dirty again; a batch that ran past its deadline keeps its extents until the engine
+  lets go of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from asynckv.errors import DiskError
+
+if TYPE_CHECKING:
+    from asynckv._core import Spill
+    from asynckv.config import Config
+    from asynckv.scheduler import Scheduler
+    from asynckv.tiers.base import Tier
+
+log = logging.getLogger("asynckv")
+
+BATCH_BYTES_MAX = 4 << 20
+BATCH_BYTES_MIN = 64 << 10
+BATCH_BLOCKS_MAX = 4096
+BATCHES_IN_FLIGHT_MAX = 2
+RETRY_SECONDS = 0.05
+# Of the pool: writing starts when this much is dirty and goes on down to the lower mark, so that the older half of
+# the pool is clean when room is needed.
+WRITE_ABOVE = 1 / 2
+WRITE_DOWN_TO = 3 / 8
+
+WireKey = tuple[int, bytes]
+
+
+class Flush:
+    """One call of `flush`: what is left to take, and the batches it then waits for."""
+
+    __slots__ = ("batches", "first_segment", "future", "left")
+
+    def __init__(self, future: asyncio.Future[None], left: int, batches: set[InFlight]) -> None:
+        self.future = future
+        self.left = left
+        self.batches = batches
+        self.first_segment: int | None = None
+
+
+class InFlight:
+    """One batch on its way to the disk."""
+
+    __slots__ = ("bytes", "durable", "expired", "future", "released", "spills", "tombstones", "writer")
+
+    def __init__(self, writer: Writer, spills: list[Spill], tombstones: list[WireKey], durable: list[Any]) -> None:
+        self.writer = writer
+        self.spills = spills
+        self.tombstones = tombstones
+        self.durable = durable
+        self.bytes = sum(spill.stored for spill in spills)
+        self.expired = False
+        self.released = False
+        self.future: asyncio.Future[Any] | None = None
+
+    def on_released(self) -> None:
+        self.released = True
+        if self.expired:
+            for spill in self.spills:
+                self.writer.table.release_spill(spill)
+            self.writer.scheduler.kick()
+
+    def on_done(self, future: asyncio.Future[Any]) -> None:
+        self.writer.finish(self, future)
+
+
+class Writer:
+    """Decides when dirty blocks are written and keeps what is owed to the log."""
+
+    def __init__(self, scheduler: Scheduler, config: Config) -> None:
+        self.scheduler = scheduler
+        self.loop = scheduler.loop
+        self.table = scheduler.table
+        self.bytes_in_flight = 0
+        capacity = self.table.capacity
+        self._batch_bytes = min(max(capacity // 8, BATCH_BYTES_MIN), BATCH_BYTES_MAX)
+        self._above = int(capacity * WRITE_ABOVE)
+        self._down_to = int(capacity * WRITE_DOWN_TO)
+        self._persist_after = config.persist_after
+        self._wake = asyncio.Event()
+        self._busy = False  # writing down to the lower mark
+        self._urgent = False  # someone waits for room that a spill would make
+        self._quota = 0  # blocks to write although there is no pressure (persist_after)
+        self._closed = False
+        self._tombstones: dict[WireKey, list[asyncio.Future[None]]] = {}
+        self._clear: list[asyncio.Future[None]] | None = None
+        self._flushes: list[Flush] = []
+        self._in_flight: set[InFlight] = set()
+        self._sync_waiters: deque[asyncio.Future[None]] = deque()
+        self._sync_task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: Any = None
+        self._aged = 0
+
+    @property
+    def tier(self) -> Tier:
+        assert self.scheduler.tier is not None
+        return self.scheduler.tier
+
+    @property
+    def in_flight(self) -> int:
+        """Batches submitted and not yet completed."""
+        return len(self._in_flight)
+
+    def start(self) -> None:
+        """Begin to serve; needs a tier."""
+        self._batch_bytes = min(self._batch_bytes, self.tier.max_block)
+        self._task = self.loop.create_task(self._run(), name="asynckv writer")
+        if self._persist_after is not None:
+            self._arm()
+
+    # -- what callers ask for ------------------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """Something became dirty or owed: write if there is reason to."""
+        if self._task is not None and self._has_work():
+            self._wake.set()
+
+    def urge(self) -> None:
+        """A call is blocked until dirty blocks become clean."""
+        if self._task is not None and self.table.backed:
+            self._urgent = True
+            self._wake.set()
+
+    def is_owed(self, key: WireKey) -> bool:
+        return key in self._tombstones
+
+    def bury(self, key: WireKey, *, durable: bool = False) -> asyncio.Future[None]:
+        """Owe the log a tombstone; the future ends when it is durable, or with the error."""
+        future: asyncio.Future[None] = self.loop.create_future()
+        waiters = self._tombstones.setdefault(key, [])
+        if durable:
+            waiters.append(future)
+        self._fail_if_off(future)
+        self.poke()
+        return future
+
+    def clear(self) -> asyncio.Future[None]:
+        """Owe the log one record that ends everything before it; it covers all tombstones owed so far."""
+        future: asyncio.Future[None] = self.loop.create_future()
+        waiters = self._clear or []
+        waiters.append(future)
+        for owed in self._tombstones.values():
+            waiters.extend(owed)
+        self._tombstones.clear()
+        self.table.take_owed()
+        self._clear = waiters
+        self._fail_if_off(future)
+        self.poke()
+        return future
+
+    async def flush(self) -> None:
+        """Write and sync every block that was put before the call."""
+        if not self.scheduler.breaker.ok:
+            raise DiskError("the disk is switched off", operation="flush", errno=errno.EIO)
+        oversize = self.table.nospill_blocks
+        if oversize:
+            raise DiskError(f"{oversize} blocks are larger than a segment", operation="flush", errno=errno.EFBIG)
+        self.table.requeue_unbacked()
+        future: asyncio.Future[None] = self.loop.create_future()
+        flush = Flush(future, self.table.dirty_blocks, set(self._in_flight))
+        self._flushes.append(flush)
+        self._settle_flushes()
+        self._wake.set()
+        try:
+            await future
+        finally:
+            if flush in self._flushes:
+                self._flushes.remove(flush)
+
+    def disk_off(self) -> None:
+        """The breaker opened: whoever waits for the disk gets the error now."""
+        error = DiskError("the disk is switched off", errno=errno.EIO)
+        self._fail_flushes(error)
+        for waiters in self._tombstones.values():
+            self._answer(waiters, error)
+        if self._clear is not None:
+            self._answer(self._clear, error)
+        self._answer(self._sync_waiters, error)
+
+    def _fail_if_off(self, future: asyncio.Future[None]) -> None:
+        if not self.scheduler.breaker.ok:
+            self._answer([future], DiskError("the disk is switched off", errno=errno.EIO))
+
+    @staticmethod
+    def _answer(waiters: Any, error: BaseException | None) -> None:
+        for future in waiters:
+            if not future.done():
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+                    future.exception()  # seen: a caller that left must not cause a warning
+        waiters.clear()
+
+    # -- the task ------------------------------------------------------------------------------------------------
+
+    def _has_work(self) -> bool:
+        table = self.table
+        if not self.scheduler.breaker.ok:
+            return False
+        if self._owes():
+            return True
+        if not table.dirty_blocks:
+            self._busy = self._urgent = False
+            self._quota = 0
+            return False
+        if table.dirty_bytes > self._above:
+            self._busy = True
+        elif table.dirty_bytes <= self._down_to:
+            self._busy = False
+        return self._wanted()
+
+    def _wanted(self) -> bool:
+        """Is there a reason to write blocks now?"""
+        return self._busy or self._urgent or self._quota > 0 or any(flush.left > 0 for flush in self._flushes)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._has_work():
+                if len(self._in_flight) >= BATCHES_IN_FLIGHT_MAX:
+                    await asyncio.wait(self._futures(), return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                try:
+                    await self.tier.prepare(max(self._batch_bytes, self.table.dirty_head_bytes))
+                    self._compose()
+                except (OSError, TimeoutError) as error:
+                    self._failed(error)
+                    await asyncio.sleep(RETRY_SECONDS)
+                except Exception as error:  # our bug: say so and go on serving, memory still works
+                    log.exception("asynckv: the writer failed")
+                    self._failed(error)
+                    await asyncio.sleep(RETRY_SECONDS)
+            self._settle_flushes()
+
+    def _futures(self) -> list[asyncio.Future[Any]]:
+        return [batch.future for batch in self._in_flight if batch.future is not None]
+
+    def _owes(self) -> bool:
+        return bool(self._tombstones or self._clear is not None or self.table.owed)
+
+    def _compose(self) -> None:
+        """Take what is dirty and owed, fix its place in the log, and submit it: one step."""
+        table = self.table
+        clear, self._clear = self._clear, None
+        for key in table.take_owed():
+            self._tombstones.setdefault(key, [])
+        owed: dict[WireKey, list[asyncio.Future[None]]] = {}
+        size = 0
+        while self._tombstones and size < self._batch_bytes // 4:
+            key = next(iter(self._tombstones))
+            owed[key] = self._tombstones.pop(key)
+            size += len(key[1]) + 16
+        spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX) if self._wanted() else []
+        self._urgent = False
+        if not spills and not owed and clear is None:
+            return
+        batch = self.tier.compose(spills, list(owed), clear is not None)
+        for spill in reversed(batch.rest_spills):
+            table.finish_spill(spill, False)
+        for key in batch.rest_tombstones:
+            self._tombstones[key] = owed.pop(key)
+        durable = [future for waiters in owed.values() for future in waiters]
+        if clear is not None:
+            if batch.clear:
+                durable.extend(clear)
+            else:
+                self._clear = clear
+        taken = len(batch.spills)
+        self._quota = max(0, self._quota - taken)
+        in_flight = InFlight(self, batch.spills, list(owed), durable)
+        self._in_flight.add(in_flight)
+        self.bytes_in_flight += in_flight.bytes
+        for flush in self._flushes:
+            if flush.left > 0 or owed or clear is not None:
+                flush.left -= taken
+                flush.batches.add(in_flight)
+                if flush.first_segment is None:
+                    flush.first_segment = batch.segment
+        in_flight.future = self.tier.submit(batch, released=in_flight.on_released)
+        in_flight.future.add_done_callback(in_flight.on_done)
+
+    def finish(self, batch: InFlight, future: asyncio.Future[Any]) -> None:
+        """A batch ended: its blocks are clean, or dirty again."""
+        table, counters = self.table, self.scheduler.counters
+        self._in_flight.discard(batch)
+        self.bytes_in_flight -= batch.bytes
+        error: BaseException | None = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if error is None:
+            for spill, (slot, offset, checksum) in zip(batch.spills, future.result(), strict=True):
+                table.finish_spill(spill, True, slot, offset, checksum)
+                counters.spilled_bytes += spill.stored
+            counters.spilled_blocks += len(batch.spills)
+            self.scheduler.breaker.success()
+            if batch.durable:
+                self._sync(batch.durable)
+        else:
+            late = isinstance(error, TimeoutError) and not batch.released
+            batch.expired = late
+            for spill in reversed(batch.spills):  # back to the head of the list, in their old order
+                if late:
+                    table.expire_spill(spill)
+                else:
+                    table.finish_spill(spill, False)
+            for key in batch.tombstones:
+                self._tombstones.setdefault(key, [])
+            self._answer(batch.durable, error)
+            self._failed(error)
+        for flush in self._flushes:
+            flush.batches.discard(batch)
+        self._settle_flushes()
+        self.scheduler.kick()
+        self.poke()
+
+    def _failed(self, error: BaseException) -> None:
+        counters = self.scheduler.counters
+        if isinstance(error, TimeoutError):
+            counters.io_timeouts += 1
+        else:
+            counters.io_errors += 1
+        self._fail_flushes(error)
+        if not isinstance(error, asyncio.CancelledError):
+            self.scheduler.breaker.failure()
+
+    def _fail_flushes(self, error: BaseException) -> None:
+        flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            if not flush.future.done():
+                flush.future.set_exception(
+                    DiskError("not everything could be written", operation="flush", errno=getattr(error, "errno", None))
+                )
+
+    def _settle_flushes(self) -> None:
+        """Hand flushes whose batches are all written to the next sync."""
+        for flush in list(self._flushes):
+            if flush.first_segment is not None and self.tier.oldest_segment > flush.first_segment:
+                self._flushes.remove(flush)
+                error = DiskError("the blocks do not fit the disk together", operation="flush", errno=errno.ENOSPC)
+                self._answer([flush.future], error)
+            elif not flush.batches and (flush.left <= 0 or not self.table.dirty_blocks) and not self._owes():
+                self._flushes.remove(flush)
+                self._sync([flush.future])
+
+    # -- sync ----------------------------------------------------------------------------------------------------
+
+    def _sync(self, waiters: list[asyncio.Future[None]]) -> None:
+        self._sync_waiters.extend(waiters)
+        if self._sync_task is None:
+            self._sync_task = self.loop.create_task(self._sync_all(), name="asynckv sync")
+
+    async def _sync_all(self) -> None:
+        # One sync at a time; whoever comes meanwhile is covered by the next one.
+        while self._sync_waiters:
+            waiters, self._sync_waiters = self._sync_waiters, deque()
+            try:
+                await self.tier.sync()
+            except (OSError, TimeoutError) as error:
+                self._answer(waiters, DiskError("sync failed", operation="sync", errno=getattr(error, "errno", None)))
+                self._failed(error)
+            else:
+                self._answer(waiters, None)
+        self._sync_task = None
+
+    # -- age -----------------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        assert self._persist_after is not None
+        self._timer = self.scheduler.clock.call_later(self.loop, self._persist_after / 2, self._tick)
+
+    def _tick(self) -> None:
+        # What was dirty at the last tick and still is has waited at least half, at most all of `persist_after`.
+        self._quota = max(self._quota, min(self._aged, self.table.dirty_blocks))
+        self._aged = self.table.dirty_blocks
+        self.poke()
+        self._arm()
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> bool:
+        """Write what is dirty if the disk takes it; True when nothing is left."""
+        clean = True
+        if self._task is None:
+            return clean
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            if self.table.dirty_blocks or self.table.unbacked_blocks or self._owes():
+                await self.flush()
+        except DiskError as error:
+            clean = False
+            log.warning("asynckv: closing without everything on disk: %s", error)
+        self._task.cancel()
+        pending: list[asyncio.Future[Any]] = [*self._futures(), self._task]
+        if self._sync_task is not None:
+            pending.append(self._sync_task)
+        await asyncio.wait(pending)
+        return clean

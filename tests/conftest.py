@@ -1,0 +1,84 @@
+"""Fixtures of the whole suite: both event loops, and an audit after every test."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+uvloop.new_event_loop().close()  # libuv opens descriptors of its own once per process: before any audit
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """Run each async test on asyncio and on uvloop."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the listing's own
+            continue
+    return found
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("asynckv")}
+
+
+@pytest_asyncio.fixture
+async def _no_tasks_left():
+    """Fail when the test leaves a task of its own on the loop."""
+    before = asyncio.all_tasks()
+    yield
+    for _ in range(20):  # what is ending may end
+        left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
+        if not left:
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail(f"tasks left: {left}")
+
+
+@pytest.fixture(autouse=True)
+def _audit(request):
+    """Fail when a test leaves threads of ours, file descriptors or tasks behind."""
+    threads = _threads()
+    if request.node.get_closest_marker("asyncio") is not None:
+        request.getfixturevalue("_no_tasks_left")
+    yield
+    left: set[threading.Thread] = set()
+    for _ in range(40):
+        left = _threads() - threads
+        if not left:
+            break
+        time.sleep(0.005)
+    assert not left, f"threads left: {sorted(thread.name for thread in left)}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _descriptors_stay(request):
+    """Fail when a module leaves file descriptors open. Event loops are gone by then."""
+    gc.collect()
+    before = _descriptors()
+    yield
+    gc.collect()
+    left = {fd: name for fd, name in _descriptors().items() if before.get(fd) != name}
+    assert not left, f"descriptors left: {left}"
+
+
+@pytest.fixture
+def traces() -> Path:
+    """The folder of request traces that ASYNCKV_TRACES names; without it the test is skipped, loudly."""
+    folder = os.environ.get("ASYNCKV_TRACES")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("ASYNCKV_TRACES DOES NOT NAME A FOLDER: replay of the published traces is NOT checked in this run")
+    return Path(folder)

@@ -1,0 +1,202 @@
+"""What the crash tests share: values that describe themselves, and the values a key may have after a crash.
+
+`History` follows one store from outside, by what its user was told: which calls began, which returned, which flushes
+were acknowledged. From that it knows, for each key, the floor (the newest state that must have survived) and everything
+newer that may have. Anything else that a reopened store yields is a broken promise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import struct
+from typing import Any
+
+import numpy as np
+
+import asynckv
+
+SIZES = (40, 60, 700, 4096, 5000, 20_000, 32_768, 40_000, 65_536, 90_000)
+_NOISE = np.random.default_rng(7).integers(0, 256, 1 << 18, dtype=np.uint8)
+_HEAD = struct.Struct("<QQQ")  # key index, version, length
+
+Key = int | str | bytes
+
+
+def scale() -> float:
+    """How many times the default amount of work is wanted (environment variable ASYNCKV_TEST_SCALE)."""
+    return float(os.environ.get("ASYNCKV_TEST_SCALE", "1"))
+
+
+def seed() -> int:
+    """The seed of this run, printed: ASYNCKV_TEST_SEED, or a new one."""
+    text = os.environ.get("ASYNCKV_TEST_SEED", "")
+    value = int(text) if text else random.SystemRandom().randrange(1 << 32)
+    print(f"ASYNCKV_TEST_SEED={value} ASYNCKV_TEST_SCALE={scale():g}")
+    return value
+
+
+class WrongBlockError(AssertionError):
+    """A store yielded bytes that were never put under this key."""
+
+
+def key_of(index: int) -> Key:
+    """The key of a number: ints, 32-byte digests and strings take turns."""
+    if index % 3 == 0:
+        return (index * 0x9E3779B97F4A7C15 & (1 << 64) - 1) - (1 << 63)
+    if index % 3 == 1:
+        return hashlib.sha256(b"%d" % index).digest()
+    return f"block-{index}"
+
+
+def size_of(index: int, version: int, sizes: tuple[int, ...] = SIZES) -> int:
+    """Payload bytes of a version of a key."""
+    return sizes[(index * 31 + version * 17) % len(sizes)]
+
+
+def block_of(index: int, version: int, sizes: tuple[int, ...] = SIZES) -> Any:
+    """A version of a key's block: bytes, a float16 array or a CacheBlock; its first bytes tell which version it is."""
+    size = size_of(index, version, sizes)
+    start = (index * 7919 + version * 104_729) % (_NOISE.size - size)
+    data = _NOISE[start : start + size].copy()
+    data[: _HEAD.size] = np.frombuffer(_HEAD.pack(index, version, size), np.uint8)
+    kind = (index + version) % 3
+    if kind == 0:
+        return data.tobytes()
+    if kind == 1:
+        return data.view(np.float16).reshape(2, -1)
+    half = size // 2 // 4 * 4
+    return asynckv.CacheBlock(version % 1000, data[: size - half], data[size - half :].view(np.int32))
+
+
+def payload(block: Any) -> bytes:
+    """The bytes of a block: `key` then `value` of a CacheBlock."""
+    if isinstance(block, asynckv.CacheBlock):
+        return block.key.tobytes() + block.value.tobytes()
+    return block.tobytes() if isinstance(block, np.ndarray) else bytes(block)
+
+
+def _shape(block: Any) -> tuple[Any, ...]:
+    if isinstance(block, asynckv.CacheBlock):
+        parts = (block.key, block.value)
+        return ("block", block.layer_id, *((part.dtype, part.shape) for part in parts))
+    return ("array", block.dtype, block.shape) if isinstance(block, np.ndarray) else ("bytes", len(block))
+
+
+def version_of(index: int, block: Any, sizes: tuple[int, ...] = SIZES) -> int:
+    """The version that a block is, after comparing all of it: kind, shapes, dtypes and every byte."""
+    data = payload(block)
+    if len(data) < _HEAD.size:
+        raise WrongBlockError(f"key {index}: a block of {len(data)} bytes")
+    found, version, length = _HEAD.unpack_from(data)
+    if found != index or length != len(data) or version >= 1 << 32:
+        raise WrongBlockError(f"key {index}: {len(data)} bytes that say key {found}, version {version}, {length} bytes")
+    wanted = block_of(index, version, sizes)
+    if data != payload(wanted) or _shape(block) != _shape(wanted):
+        raise WrongBlockError(f"key {index}: version {version} with wrong bytes, kind, dtype or shape")
+    return version
+
+
+class KeyHistory:
+    """The states of one key in call order, from the floor on. A state is a version, or None for absent."""
+
+    __slots__ = ("ended", "floor", "next", "states")
+
+    def __init__(self) -> None:
+        self.states: list[int | None] = [None]
+        self.floor = 0
+        self.ended = 0  # index of the last state whose call returned
+        self.next = 1
+
+    def begin(self, state: int | None) -> None:
+        self.states.append(state)
+
+    def end(self) -> None:
+        self.ended = len(self.states) - 1
+
+    def keep(self, index: int) -> None:
+        self.floor = max(self.floor, index)
+
+    def allowed(self) -> list[int | None]:
+        return self.states[self.floor :]
+
+    def collapse(self, state: int | None) -> None:
+        """A reopened store showed this state: what it did not show was never on disk and cannot come any more."""
+        self.states, self.floor, self.ended = [state], 0, 0
+
+
+class History:
+    """The allowed values of every key of one store.
+
+    Parameters
+    ----------
+    keys
+        How many keys there are.
+    may_drop
+        Whether the store may have dropped blocks for room; a miss is then never wrong.
+    """
+
+    def __init__(self, keys: int, *, may_drop: bool = False) -> None:
+        self.keys = [KeyHistory() for _ in range(keys)]
+        self.may_drop = may_drop
+        self.flushes: dict[int, list[int]] = {}
+        self.acknowledged = 0
+        self.observed = 0
+
+    def begin_put(self, index: int, version: int) -> None:
+        key = self.keys[index]
+        key.next = max(key.next, version + 1)
+        key.begin(version)
+
+    def begin_delete(self, index: int) -> None:
+        self.keys[index].begin(None)
+
+    def begin_clear(self) -> None:
+        for key in self.keys:
+            key.begin(None)
+
+    def end_put(self, index: int) -> None:
+        self.keys[index].end()
+
+    def end_delete(self, index: int) -> None:
+        """A delete that returned is durable."""
+        key = self.keys[index]
+        key.end()
+        key.keep(key.ended)
+
+    def end_clear(self) -> None:
+        for index in range(len(self.keys)):
+            self.end_delete(index)
+
+    def begin_flush(self, number: int) -> None:
+        self.flushes[number] = [key.ended for key in self.keys]
+
+    def end_flush(self, number: int) -> None:
+        self.acknowledged += 1
+        for key, index in zip(self.keys, self.flushes.pop(number), strict=True):
+            key.keep(index)
+
+    def crash(self) -> None:
+        """The process died: calls under way will never return."""
+        self.flushes.clear()
+
+    def problem(self, index: int, state: int | None) -> str | None:
+        """Why this state of a key breaks a promise, or None when it is allowed."""
+        key = self.keys[index]
+        allowed = key.allowed()
+        if state in allowed or (state is None and self.may_drop):
+            return None
+        if state is None:
+            return f"key {index}: lost, version {allowed[0]} was flushed"
+        if state >= key.next:
+            return f"key {index}: version {state} was never put"
+        return f"key {index}: version {state} is back, allowed are {allowed}"
+
+    def observe(self, index: int, state: int | None) -> str | None:
+        """A store that was reopened after a crash of the process showed this state; see `problem`."""
+        self.observed += 1
+        wrong = self.problem(index, state)
+        if wrong is None and not (state is None and self.may_drop):
+            self.keys[index].collapse(state)
+        return wrong
