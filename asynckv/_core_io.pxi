@@ -217,8 +217,8 @@ cdef int publish_node(BlockMap t, Key *k, uint32_t n, Desc d, uint64_t stored, o
             desc_release(t, d.index)
             raise
         e = E(t, i)
-        if t.owed_keys and t.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None:
-            e.flags |= E_LOGGED
+        if t.recovering_flag or (t.owed_keys and t.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None):
+            e.flags |= E_LOGGED     # the log may hold an older record, known or not read yet
     else:
         e = E(t, i)
         keep = list_code(e) == L_DIRTY and stored <= t.max_spill

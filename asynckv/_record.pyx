@@ -174,11 +174,6 @@ cdef class ChunkHeader:
         return 2 * <uint64_t>self.header_bytes + self.payload_bytes
 
 
-def looks_like_chunk(buffer, Py_ssize_t at):
-    """Tell whether the magic of a chunk stands at a position; nothing is verified."""
-    return bytes(buffer[at:at + 8]) == MAGIC
-
-
 def find_chunk(buffer, Py_ssize_t start, Py_ssize_t end):
     """Position of the first page in [start, end) that begins with a chunk's magic, or -1."""
     cdef Py_buffer view

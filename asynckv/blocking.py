@@ -161,7 +161,8 @@ class _Runner:
     def run_plain(self, call: Callable[[Cache], T]) -> T:
         """Run a call that never waits on the loop's thread."""
         self._refuse_own_thread()
-        return _wait(self._schedule(self._start_plain, call))
+        future: Future[T] = self._schedule(self._start_plain, call)
+        return _wait(future)
 
     def _refuse_own_thread(self) -> None:
         if threading.current_thread() is self._thread:

@@ -204,7 +204,7 @@ def _token_bytes(tokens: object) -> memoryview:
         array = _token_array(tokens)
     if array.size and int(array.min()) < 0:
         raise ValueError("a token is negative")
-    return memoryview(array).cast("B") if array.size else memoryview(b"")
+    return array.data.cast("B") if array.size else memoryview(b"")
 
 
 def _token_array(tokens: object) -> npt.NDArray[np.int64]:

@@ -270,7 +270,9 @@ class Writer:
             key = next(iter(self._tombstones))
             owed[key] = self._tombstones.pop(key)
             size += len(key[1]) + 16
-        spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX) if self._wanted() else []
+        # A tombstone left for a later batch would bury a newer block of its key that went into this one.
+        wanted = self._wanted() and not self._tombstones
+        spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX) if wanted else []
         self._urgent = False
         if not spills and not owed and clear is None:
             return
@@ -321,8 +323,7 @@ class Writer:
                     table.expire_spill(spill)
                 else:
                     table.finish_spill(spill, False)
-            for key in batch.tombstones:
-                self._tombstones.setdefault(key, [])
+            table.return_owed(batch.tombstones)
             self._answer(batch.durable, error)
             self._failed(error)
         for flush in self._flushes:

@@ -56,6 +56,25 @@ class Op:
         """Do it, in a worker."""
         raise NotImplementedError
 
+    def serve(self, scratch: Scratch) -> None:
+        """Do a worker's part of it: everything from the claim to the way back to the loop."""
+        if self.perform(scratch):
+            self.engine.hand_over(self)
+
+    def perform(self, scratch: Scratch) -> bool:
+        """Claim and run it, keeping the result or the error; False when it was given up before."""
+        try:
+            self.claim.pop()
+        except IndexError:  # given up on the loop before it started
+            return False
+        if self.must_run or not self.future.done():
+            try:
+                self.result = self.run(scratch)
+            except BaseException as error:
+                _clear_frames(error)
+                self.error = error
+        return True
+
     def forget(self) -> None:
         """Let go of buffers and callables: a traceback may keep the operation itself alive."""
         self.released = None
@@ -171,18 +190,7 @@ def work(lane: SimpleQueue[Any]) -> None:
             return
         if op is None:
             return
-        try:
-            op.claim.pop()
-        except IndexError:  # given up on the loop before it started
-            del op
-            continue
-        if op.must_run or not op.future.done():
-            try:
-                op.result = op.run(scratch)
-            except BaseException as error:
-                _clear_frames(error)
-                op.error = error
-        op.engine.hand_over(op)
+        op.serve(scratch)
         del op  # an idle worker keeps nothing alive
 
 

@@ -248,8 +248,12 @@ class ThreadsBackend(Backend):
             file.closing = op
             if file.busy > 1:  # the close itself counts; the last operation on the file sends it off
                 return op.future
-        op.lane.put(op)
+        self._dispatch(op)
         return op.future
+
+    def _dispatch(self, op: Op) -> None:
+        """Send an operation to the workers of its lane."""
+        op.lane.put(op)
 
     def _reject(self, op: Op, error: BaseException) -> asyncio.Future[Any]:
         op.file = None  # was not counted busy
@@ -377,7 +381,7 @@ class ThreadsBackend(Backend):
                     self._close_file(file)
                 self._finish(file.closing)
             else:
-                file.closing.lane.put(file.closing)
+                self._dispatch(file.closing)
 
     def drop_file(self, file: File) -> None:
         """Close a file whose opener has gone away."""
@@ -392,7 +396,7 @@ class ThreadsBackend(Backend):
         self._in_flight.add(op)
         self._kinds[op.kind] += 1
         op.future.add_done_callback(_ignore)
-        op.lane.put(op)
+        self._dispatch(op)
 
     # deadlines: one timer, for the earliest deadline known when it was set; it looks at everything in flight
 

@@ -18,6 +18,7 @@ import mmap
 import os
 import random
 import threading
+import weakref
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -207,10 +208,14 @@ class BackendContract:
             await asyncio.wait([future])
             reason = future.exception()
             assert isinstance(reason, ShortTransferError)
-            del future
-            await turns()
-            view.release()
-            memory.close()  # BufferError while anybody holds the view
+            watch = weakref.ref(view)
+            del future, view
+            for _ in range(100):
+                if watch() is None:
+                    break
+                await asyncio.sleep(0.002)  # the worker is on its way back to its queue
+            assert watch() is None
+            memory.close()  # BufferError while anybody holds a part of the view
 
     # ownership of buffers
 

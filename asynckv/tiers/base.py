@@ -47,15 +47,42 @@ class Tier(Protocol):
 
     recovering: bool
     max_block: int
-    corrupt_blocks: int
-    engine: str
-    direct: bool
-    oldest_segment: int
-    disk_used: int
-    disk_live: int
-    bytes_written: int
-    reads_in_flight: int
-    writes_in_flight: int
+
+    @property
+    def corrupt_blocks(self) -> int:
+        """Damaged blocks that the tier found by itself; not those that `read` reports."""
+
+    @property
+    def engine(self) -> str:
+        """Name of the I/O engine."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+
+    @property
+    def oldest_segment(self) -> int:
+        """Number of the oldest segment: batches of lower ones are gone."""
+
+    @property
+    def disk_used(self) -> int:
+        """Allocated bytes."""
+
+    @property
+    def disk_live(self) -> int:
+        """Stored bytes that the index has a place of."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes handed to the device, padding included."""
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads that own a buffer."""
+
+    @property
+    def writes_in_flight(self) -> int:
+        """Writes that own buffers."""
 
     async def open(self) -> None:
         """Take the directory; what is on disk is known, or `recovering` is True."""

@@ -4,9 +4,9 @@ The checks and the lock go to the operating system directly: they come before th
 to a descriptor of the directory, so that nobody can swap the path between the check and the use.
 
 The lock is a POSIX record lock (fcntl(2)) on the file ``lock``: the kernel lets go of it when the process dies, and a
-forked child does not inherit it. Such a lock has two traps. It does not keep out the process that holds it: a registry by
-(device, inode) does. And closing *any* descriptor of the file drops it: so the registry is asked before the file is
-opened.
+forked child does not inherit it. Such a lock has two traps. It does not keep out the process that holds it: a
+registry by (device, inode) does. And closing *any* descriptor of the file drops it: so the registry is asked before
+the file is opened.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class Directory:
         OSError
             It cannot be made or opened.
         """
-        text = os.fspath(path)
-        if isinstance(text, bytes):
-            text = os.fsdecode(text)
+        text = os.fsdecode(path)
         name = text.rstrip("/") or text[:1] or "."  # with a slash at the end, open(2) would follow a symlink
         if create:
             parent = os.path.dirname(name)
@@ -131,7 +129,9 @@ class Directory:
             fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise UnsafeDirectoryError(f"the lock in {self.path!r} is not a plain file", errno=error.errno) from error
+                raise UnsafeDirectoryError(
+                    f"the lock in {self.path!r} is not a plain file", errno=error.errno
+                ) from error
             raise
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():

@@ -1,7 +1,8 @@
 """The disk tier: an append-only log of segments in one directory. docs/format.md draws the bytes.
 
-This module is the front; the parts are `directory` (safety, lock), `opening` (what is there), `recovery` and `snapshot`
-(back to the index), `log` (append, sync, seal), `reclaim` (room), `reader` (read and verify), `segment` (files, account).
+This module is the front; the parts are `directory` (safety, lock), `opening` (what is there), `recovery` and
+`snapshot` (back to the index), `log` (append, sync, seal), `reclaim` (room), `reader` (read and verify), `segment`
+(files, account).
 
 Order of things that keeps every promise through a crash; each part says more at its head:
 
@@ -19,6 +20,7 @@ import errno
 import logging
 from typing import TYPE_CHECKING, Any
 
+from asynckv.backends import create_backend
 from asynckv.errors import DiskError
 from asynckv.tiers.directory import Directory
 from asynckv.tiers.layout import PAGE
@@ -153,9 +155,7 @@ class DiskTier:
 
     def _make_backend(self) -> Backend:
         config = self._config
-        factory = config.backend_factory
-        if factory is None:
-            from asynckv.backends import create_backend as factory
+        factory = config.backend_factory or create_backend
         made: Backend = factory(config.engine, direct=config.direct, timeout=config.io_timeout, clock=self._clock)
         return made
 
@@ -254,7 +254,7 @@ class DiskTier:
         except DiskError:
             raise
         except TimeoutError as error:
-            raise DiskError("making room in the log took too long", operation="allocate", errno=errno.ETIMEDOUT) from error
+            raise DiskError("making room took too long", operation="allocate", errno=errno.ETIMEDOUT) from error
         except OSError as error:
             raise DiskError("no room could be made in the log", operation="allocate", errno=error.errno) from error
 

@@ -1,7 +1,7 @@
 """Looking at a store from outside: what its directory holds, and whether every byte is well. Never writes to it.
 
-The same scanner and decoders as recovery, fed by plain system calls. `inspect_directory` needs no lock: what it sees of a
-store in use is a moment's picture, and a batch half written may be in it. `verify_directory` takes the lock.
+The same scanner and decoders as recovery, fed by plain system calls. `inspect_directory` needs no lock: what it sees
+of a store in use is a moment's picture, and a batch half written may be in it. `verify_directory` takes the lock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SegmentReport:
     number, name, size, allocated
         The file.
     state
-        ``"sealed"``, ``"open"`` (no seal: in use, or left by a crash), ``"foreign"`` (another store) or ``"unreadable"``.
+        ``"sealed"``, ``"open"`` (no seal: in use, or left by a crash), ``"foreign"`` (another store), ``"unreadable"``.
     namespace
         First 8 bytes of the namespace's digest, in hex.
     batches, records, blocks, tombstones, clears

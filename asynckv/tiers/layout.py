@@ -1,8 +1,9 @@
 """The fixed pages of a store: superblock, segment header, seal, head of a snapshot. docs/format.md draws them.
 
-All integers are little-endian. Every page begins with a magic, the checksum of what follows it, and the format version.
-These pages verify by themselves (checksum seed 0) and name what they belong to, so that a page of another store, another
-segment or another place is recognised as such. Decoders return None for whatever is not exactly right.
+All integers are little-endian. Every page begins with a magic, the checksum of what follows it, and the format
+version. These pages verify by themselves (checksum seed 0) and name what they belong to, so that a page of another
+store, another segment or another place is recognised as such. Decoders return None for whatever is not exactly
+right.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ def parse_segment_name(name: str) -> int | None:
 
 def segment_seed(store_id: bytes, namespace: bytes, number: int) -> int:
     """Seed of the chunk checksums of one segment."""
-    return xxh3_64_intdigest(store_id + namespace + number.to_bytes(8, "little"), seed=0)
+    return int(xxh3_64_intdigest(store_id + namespace + number.to_bytes(8, "little"), seed=0))
 
 
 def snapshot_seed(store_id: bytes, namespace: bytes) -> int:
     """Seed of the chunk checksums of a snapshot."""
-    return xxh3_64_intdigest(store_id + namespace + b"snapshot", seed=0)
+    return int(xxh3_64_intdigest(store_id + namespace + b"snapshot", seed=0))
 
 
 def _seal_page(magic: bytes, body: bytes, size: int, flags: int = 0) -> bytes:
@@ -84,7 +85,7 @@ def _seal_page(magic: bytes, body: bytes, size: int, flags: int = 0) -> bytes:
     return magic + xxh3_64_intdigest(rest, seed=0).to_bytes(8, "little") + rest
 
 
-def _open_page(magic: bytes, data: bytes | memoryview) -> tuple[int, memoryview] | None:
+def _open_page(magic: bytes, data: bytes | bytearray | memoryview) -> tuple[int, memoryview] | None:
     """Flags and body of a page whose magic, checksum and version are right."""
     if len(data) < _COMMON.size or bytes(data[:8]) != magic:
         return None
@@ -217,7 +218,7 @@ class Seal:
         found = _open_page(_SEAL_MAGIC, data[:PAGE])
         if found is None or len(data) < PAGE:
             return None
-        seal = cls(*_SEAL.unpack_from(found[1]), lossy=bool(found[0] & FLAG_LOSSY))
+        seal = cls(*(*_SEAL.unpack_from(found[1]), bool(found[0] & FLAG_LOSSY)))
         if seal.offset != offset or seal.number >= NUMBER_MAX or not PAGE <= seal.data_end <= offset:
             return None
         if seal.footer_bytes and not seal.data_end <= seal.footer <= offset - seal.footer_bytes:
@@ -270,7 +271,7 @@ class SnapshotHead:
         return pages(_COMMON.size + _SNAPSHOT.size + segments * _LISTED.size)
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> SnapshotHead | None:
+    def decode(cls, data: bytes | bytearray | memoryview) -> SnapshotHead | None:
         """Parse the start of a snapshot file; None when it is not one."""
         start = _COMMON.size + _SNAPSHOT.size
         if len(data) < start or bytes(data[:8]) != _SNAPSHOT_MAGIC:
@@ -282,4 +283,4 @@ class SnapshotHead:
         if found is None:
             return None
         listed = tuple(_LISTED.unpack_from(data, start + i * _LISTED.size) for i in range(count))
-        return cls(*fields, segments=listed)
+        return cls(*(*fields, listed))

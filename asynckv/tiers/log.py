@@ -2,12 +2,12 @@
 
 Invariants
 ----------
-* A batch has its place from `compose` on. Its area is never given to another one, even when its write fails: a write that
-  ran past its deadline may still reach the disk, any time. The hole stays; the segment goes on behind it.
-* A batch's header says how many complete, durable batches lie below which offset. A recovery that finds fewer knows that
-  something was lost, and one that finds a torn batch above knows that it was never acknowledged.
-* At most one sync runs per segment: after a failed one Linux may call the pages clean, and a second sync that ran beside
-  it could report success. A segment whose sync failed takes no more batches, and what was not durable before is
+* A batch has its place from `compose` on. Its area is never given to another one, even when its write fails: a write
+  that ran past its deadline may still reach the disk, any time. The hole stays; the segment goes on behind it.
+* A batch's header says how many complete, durable batches lie below which offset. A recovery that finds fewer knows
+  that something was lost, and one that finds a torn batch above knows that it was never acknowledged.
+* At most one sync runs per segment: after a failed one Linux may call the pages clean, and a second sync that ran
+  beside it could report success. A segment whose sync failed takes no more batches, and what was not durable before is
   reverted.
 * Sealing comes after a sync of all batches, so that a seal never speaks of bytes that a power loss can take.
 * The staging buffers belong to the operation until the engine lets go of them.
@@ -165,13 +165,13 @@ class LogWriter:
         if segment is None or segment.failed or segment.sealing is not None:
             return False
         after = segment.position + 2 * PAGE_BYTES + pages(nbytes)
-        return after + footer_bound(segment.body_sum + PAGE_BYTES) + PAGE_BYTES <= segment.size
+        return bool(after + footer_bound(segment.body_sum + PAGE_BYTES) + PAGE_BYTES <= segment.size)
 
     @staticmethod
     def largest_block(segment_bytes: int) -> int:
         """Largest stored length that an empty segment takes."""
         room = segment_bytes - PAGE_BYTES - 2 * PAGE_BYTES - footer_bound(PAGE_BYTES) - PAGE_BYTES
-        return room // PAGE_BYTES * PAGE_BYTES
+        return int(room // PAGE_BYTES * PAGE_BYTES)
 
     # -- batches -------------------------------------------------------------------------------------------------
 

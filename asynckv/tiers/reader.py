@@ -46,7 +46,9 @@ def make_verify(stored: int, checksum: int) -> Callable[[memoryview], bool]:
 class _Read:
     """One block being read."""
 
-    __slots__ = ("buffer", "done", "file", "inner", "left", "offset", "released", "result", "running", "segment", "verify")
+    __slots__ = (
+        "buffer", "done", "file", "inner", "left", "offset", "released", "result", "running", "segment", "verify",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -170,10 +172,9 @@ class BlockReader:
             self._attempt(read)
 
     def _cancelled(self, read: _Read) -> None:
-        if read.result.cancelled() and not read.done:
-            if read.inner is not None:
-                read.inner.cancel()
-            # Not yet submitted: `_attempt` sees the cancelled result.
+        # One that is not submitted yet is ended by `_attempt`, which sees the cancelled result.
+        if read.result.cancelled() and not read.done and read.inner is not None:
+            read.inner.cancel()
 
     def _attempt(self, read: _Read) -> None:
         if read.result.done():

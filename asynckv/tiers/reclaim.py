@@ -1,4 +1,4 @@
-"""Room in the log: a new segment when the active one is full, an old one reclaimed for it, its used blocks carried over.
+"""Room in the log: a new segment when the active one is full, an old one reclaimed, its used blocks carried over.
 
 Invariants
 ----------
@@ -6,8 +6,8 @@ Invariants
   while the oldest segment is still whole. A rotation uses it up, and is not over before it is there again.
 * What is carried over in one rotation is less than half a segment, however many segments must die for the room; every
   rotation gains at least the other half.
-* Carried blocks are read, verified, appended in log order, and durable in their new place before the table is told of it
-  and before the old segment loses its name.
+* Carried blocks are read, verified, appended in log order, and durable in their new place before the table is told
+  of it and before the old segment loses its name.
 * While the store recovers nothing is reclaimed: what is in the oldest segments is not known yet. New segments are made
   from the room that is there; when that is used up, appends wait for the recovery.
 * A segment is sealed behind the back of the writer; before it is reclaimed its sealing has ended.
@@ -71,7 +71,7 @@ class Reclaimer:
     # -- rotation ------------------------------------------------------------------------------------------------
 
     async def prepare(self, nbytes: int) -> None:
-        """Make sure that the active segment takes a good part of so many bytes, and the block that found no room before.
+        """Make sure that the active segment takes a good part of so many bytes, and the block left over before.
 
         Asking for all of it would leave the ends of small segments empty.
         """
@@ -151,7 +151,7 @@ class Reclaimer:
         """Give a segment up with all that is in it, durably."""
         await self.set.retire(segment)
         if segment.slot >= 0:
-            while self.table.drop_segment(segment.slot):  # a bounded number in each turn of the loop
+            while self.table.drop_segment(segment.slot):  # noqa: ASYNC110 - no wait, bounded pieces of work
                 await asyncio.sleep(0)
         await self.set.bury(segment)
 

@@ -8,7 +8,8 @@ Invariants
   write that was cut off never hides the value that was flushed before it.
 * When batches that had been durable are gone (both copies of a header), whatever is older may have been overwritten or
   removed by them. It is dropped, durably: a miss, never an old value. So is everything older than a clear.
-* A segment without a seal gets one once it was read, so a crash while recovering costs no more than the same work again.
+* A segment without a seal gets one once it was read, so a crash while recovering costs no more than the same work
+  again.
 * Damage never raises, except with ``strict``; then the payloads of the whole namespace are verified as well.
 """
 
@@ -275,7 +276,7 @@ class Recovery:
     async def _verified(
         self, segment: Segment, scan: Scan, first: int, seal: Seal | None
     ) -> list[tuple[Found, Records]]:
-        """Parsed batches from one on; payloads that may be torn are verified, and their records left out when they are."""
+        """Parsed batches from one on. Payloads that may be torn are verified; records of torn ones are left out."""
         limit = scan.end if seal is not None else scan.claim[0]
         result = []
         for found in scan.batches[first:]:

@@ -1,5 +1,5 @@
-"""Finding the batches of a segment, whatever its bytes are. No I/O here: the scanner asks for ranges and is given bytes,
-so that recovery (through a backend) and the offline commands (through the system) share every decision.
+"""Finding the batches of a segment, whatever its bytes are. No I/O here: the scanner asks for ranges and is given
+bytes, so that recovery (through a backend) and the offline commands (through the system) share every decision.
 
 Invariants
 ----------
@@ -99,8 +99,9 @@ class Scan:
     def cut(self, first_sequence: int, expected: int = -1, last_sequence: int = -1) -> int | None:
         """How many of the oldest batches may have been overwritten or undone by batches that were durable and are lost.
 
-        None means that nothing durable is missing; else older segments are not to be trusted either. A hole that a failed write left is no loss: the claims do not count it.
-        Where a loss is certain, the newest hole in the numbering is taken for it, so the answer errs to the safe side.
+        None means that nothing durable is missing; else older segments are not to be trusted either. A hole that a
+        failed write left is no loss: the claims do not count it. Where a loss is certain, the newest hole in the
+        numbering is taken for it, so the answer errs to the safe side.
 
         Parameters
         ----------

@@ -4,15 +4,15 @@ Invariants, each with the crash it is there for
 -----------------------------------------------
 * Numbers grow and are never used twice, and the seed of every checksum contains the number: what an earlier life of a
   file left in its pages never verifies in a later one.
-* A segment is born under the name ``spare``: allocated, its header written and synced, only then renamed to its number,
-  and the directory synced before the first batch. A crash before the rename leaves a spare, which no one reads; after it,
-  an empty segment. No batch is ever acknowledged in a file whose name may vanish.
+* A segment is born under the name ``spare``: allocated, its header written and synced, only then renamed to its
+  number, and the directory synced before the first batch. A crash before the rename leaves a spare, which no one
+  reads; after it, an empty segment. No batch is ever acknowledged in a file whose name may vanish.
 * A segment dies in this order: what is carried over is durable elsewhere; the name goes (renamed to ``spare``, or
-  unlinked) and the directory is synced; the table forgets its blocks; reads and writes in flight on the file end; only
-  then the file is reused or closed. A crash between any two steps leaves either the segment whole or its death durable.
-  The table forgets last because, from then on, a removal of one of those keys owes no tombstone.
-* Segments die oldest first, so a tombstone outlives everything that it buries. Should a file system lose a synced unlink
-  all the same, every later segment and batch carries the number below which all are dead.
+  unlinked) and the directory is synced; the table forgets its blocks; reads and writes in flight on the file end;
+  only then the file is reused or closed. A crash between any two steps leaves either the segment whole or its death
+  durable. The table forgets last because, from then on, a removal of one of those keys owes no tombstone.
+* Segments die oldest first, so a tombstone outlives everything that it buries. Should a file system lose a synced
+  unlink all the same, every later segment and batch carries the number below which all are dead.
 * Charged bytes (the greater of size and allocated bytes, and one page more while a file grows, for the file system's
   own extent block) never pass the cap: charged before the allocation, given back after the file is gone.
 * A file with an operation in flight is never closed and never handed to its next life.

@@ -178,8 +178,10 @@ class History:
             key.keep(index)
 
     def crash(self) -> None:
-        """The process died: calls under way will never return."""
+        """The process died: calls under way will never return, and no later flush speaks of what was put before."""
         self.flushes.clear()
+        for key in self.keys:
+            key.ended = key.floor
 
     def problem(self, index: int, state: int | None) -> str | None:
         """Why this state of a key breaks a promise, or None when it is allowed."""

@@ -23,7 +23,7 @@ import pytest
 from fault_history import History, WrongBlockError, block_of, key_of, scale, seed, version_of
 
 import asynckv
-from asynckv.backends.portable import ThreadsBackend
+from asynckv.backends import create_backend
 from asynckv.testing import RecordingBackend
 
 SIZES = (40, 60, 700, 4096, 5000, 12_000, 32_768)
@@ -68,7 +68,7 @@ class Life:
         self.may_drop = options["disk"] < ROOMY["disk"]
 
     def _factory(self, *args: Any, **options: Any) -> RecordingBackend:
-        self.backend = RecordingBackend(ThreadsBackend(*args, **options))
+        self.backend = RecordingBackend(create_backend(*args, **options))
         self.events.position = self.backend.position
         return self.backend
 

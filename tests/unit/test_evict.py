@@ -159,8 +159,9 @@ def test_too_large_to_spill_is_droppable():
     table.put(1, table.draft(b"x" * 128))
     table.put(2, table.draft(b"x" * 60))
     table.put(3, table.draft(b"x" * 60))
-    assert table.dirty_blocks == 2
+    assert (table.dirty_blocks, table.nospill_blocks, table.dirty_head_bytes) == (2, 1, 60)
     add(table, 4)
+    assert table.nospill_blocks == 0
     assert (table.state(1), table.state(2), table.dropped_blocks) == (0, 1, 1)
     table.check()
 

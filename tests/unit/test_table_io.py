@@ -228,7 +228,10 @@ def test_a_segment_goes():
     table.check()
     spills = table.take_dirty(1 << 20, 100)
     assert [s.key[0] for s in spills] == [1, 2]
-    spills += table.take_dirty(1 << 20, 100, True)
+    assert table.take_dirty(1 << 20, 100) == []
+    assert table.requeue_unbacked() == 1
+    assert table.requeue_unbacked() == 0
+    spills += table.take_dirty(1 << 20, 100)
     assert [s.key[0] for s in spills] == [1, 2, 0]
     for spill in spills:
         table.finish_spill(spill, True, 1, 0, 0)

@@ -90,7 +90,7 @@ class World:
         self.model.pop(key, None)
 
     def spill(self):
-        self.spills += self.table.take_dirty(self.rng.choice([1, 5000, 1 << 20]), 5, self.rng.random() < 0.5)
+        self.spills += self.table.take_dirty(self.rng.choice([1, 5000, 1 << 20]), 5)
 
     def end_spill(self):
         if self.spills:
@@ -139,7 +139,7 @@ class World:
                 self.table.finish_carry(carry, 7, self.place)
 
     def rare(self):
-        choice = self.rng.randrange(6)
+        choice = self.rng.randrange(7)
         if choice == 0:
             self.table.clear()
             self.model.clear()
@@ -152,6 +152,9 @@ class World:
             self.table.recovering = not self.table.recovering
         elif choice == 4:
             self.table.drop(self.key())
+        elif choice == 5:
+            assert self.table.requeue_unbacked() >= 0
+            assert self.table.unbacked_blocks == 0
 
     def run(self, steps):
         often = [

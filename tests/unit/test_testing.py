@@ -448,6 +448,7 @@ def test_model_after_a_crash():
     before = model.position()
     flush.done()
     assert model.allowed_after_crash("k", before) == {MISS, 1, 2, 3}
+    assert model.crash(before).allowed("k") == {MISS, 1, 2, 3}
     assert model.allowed_after_crash("k") == {MISS, 2, 3}
     model.put("k", 4).failed()
     model.flush().done()
@@ -456,6 +457,16 @@ def test_model_after_a_crash():
     assert model.allowed_after_crash("k") == {MISS, 3, 4}
     model.flush().done()
     assert model.allowed_after_crash("k") == {MISS}
+
+
+def test_model_flush_covers_only_what_had_returned():
+    model = ModelCache()
+    model.put("k", 1).done()
+    running = model.put("k", 2)
+    flush = model.flush()
+    running.done()
+    flush.done()
+    assert model.allowed_after_crash("k") == {MISS, 1, 2}
 
 
 def test_model_of_deletes_and_crashes():

@@ -1,0 +1,103 @@
+"""A tier whose writes, syncs and reads end when the test says so, in the order it says."""
+
+import asyncio
+from types import SimpleNamespace
+
+from asynckv._core import Table
+from asynckv.clock import MonotonicClock
+from asynckv.scheduler import Scheduler
+
+
+class ScriptedTier:
+    """A log in memory: batches in order of composition, and what each holds."""
+
+    def __init__(self):
+        self.batches = []
+        self.syncs = 0
+        self.sync_error = None
+        self.reads = []
+        self.room_for = 1 << 40
+        self.held = None
+        self.max_block = 1 << 20
+        self.oldest_segment = 1
+        self.probe_answer = True
+
+    async def prepare(self, nbytes):
+        if self.held is not None:
+            await self.held.wait()
+
+    def compose(self, spills, tombstones, clear=False):
+        batch = SimpleNamespace(
+            segment=1,
+            spills=list(spills),
+            rest_spills=[],
+            tombstones=list(tombstones),
+            rest_tombstones=[],
+            clear=clear,
+            place=len(self.batches),
+        )
+        batch.future = asyncio.get_running_loop().create_future()
+        self.batches.append(batch)
+        return batch
+
+    def submit(self, batch, *, released=None):
+        batch.released = released
+        return batch.future
+
+    def land(self, batch, error=None):
+        """End a batch's write."""
+        batch.released()
+        if error is None:
+            places = [(0, 4096 * (1 + batch.place * 1000 + i), 7) for i in range(len(batch.spills))]
+            batch.future.set_result(places)
+        else:
+            batch.future.set_exception(error)
+
+    async def sync(self):
+        self.syncs += 1
+        await asyncio.sleep(0)
+        if self.sync_error is not None:
+            raise self.sync_error
+
+    def read(self, load, *, released=None):
+        future = asyncio.get_running_loop().create_future()
+        self.reads.append(SimpleNamespace(load=load, future=future, released=released))
+        return future
+
+    async def probe(self):
+        return self.probe_answer
+
+
+def build(*, memory=1 << 20, room_timeout=5.0, persist_after=None, clock=None):
+    """A table, a scripted tier and the scheduler between them."""
+    table = Table(memory, backed=True)
+    tier = ScriptedTier()
+    config = SimpleNamespace(io_timeout=5.0, room_timeout=room_timeout, persist_after=persist_after)
+    scheduler = Scheduler(asyncio.get_running_loop(), table, tier, config, clock or MonotonicClock())
+    scheduler.writer.start()
+    return table, tier, scheduler
+
+
+async def settle():
+    """Let everything that can run do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def finish(scheduler, tier):
+    """End what is under way and stop the scheduler."""
+    while True:
+        await settle()
+        open_batches = [b for b in tier.batches if not b.future.done()]
+        if not open_batches:
+            break
+        for batch in open_batches:
+            tier.land(batch)
+    closing = asyncio.ensure_future(scheduler.close())
+    while not closing.done():
+        await settle()
+        for batch in tier.batches:
+            if not batch.future.done():
+                tier.land(batch)
+    scheduler.table.check()
+    assert scheduler.table.pinned_blocks == 0

@@ -1,0 +1,240 @@
+"""The scheduler: single flight, stale reloads, room in order of arrival."""
+
+import asyncio
+import errno
+
+from scripted_tier import build, finish, settle
+
+KIB = 1 << 10
+
+
+async def to_disk(table, tier, scheduler, keys, size):
+    """Put blocks, have them written, and evict them from memory."""
+    for key in keys:
+        assert scheduler.put_now(key, table.draft(bytes([key]) * size))
+        flush = asyncio.ensure_future(scheduler.writer.flush())
+        await settle()
+        tier.land(tier.batches[-1])
+        await flush
+    room = table.room(table.capacity)
+    while room.step() == 0:
+        pass
+    room.cancel()
+    assert all(table.state(key) == 2 for key in keys)
+
+
+def arrive(read, ok=True):
+    """End a read with the right bytes, or with damage."""
+    read.load.view[: read.load.stored] = read.load.key[:1] * read.load.stored
+    read.released()
+    read.future.set_result(ok)
+
+
+async def test_concurrent_gets_of_one_key_share_one_read():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    gets = [asyncio.ensure_future(scheduler.gather([1])) for _ in range(5)]
+    await settle()
+    assert len(tier.reads) == 1
+    arrive(tier.reads[0])
+    for got in await asyncio.gather(*gets):
+        assert bytes(got[0]) == b"\1" * 40 * KIB
+    assert scheduler.counters.disk_hits == 5
+    assert scheduler.counters.loaded_blocks == 1
+    del got, gets
+    await finish(scheduler, tier)
+
+
+async def test_a_put_during_a_reload_wins():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    assert scheduler.put_now(1, table.draft(b"new"))
+    arrive(tier.reads[0])
+    assert bytes((await get)[0]) == b"new"
+    del get
+    await finish(scheduler, tier)
+
+
+async def test_a_delete_during_a_reload_leaves_no_ghost():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    removal = asyncio.ensure_future(scheduler.delete([1]))
+    await settle()
+    arrive(tier.reads[0])
+    assert await get == [None]
+    tier.land(tier.batches[-1])
+    assert await removal == 1
+    assert table.state(1) == 0
+    assert table.used == 0
+    await finish(scheduler, tier)
+
+
+async def test_a_second_read_starts_while_the_first_is_stuck_and_stale():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    first = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    assert scheduler.put_now(1, table.draft(b"\1" * 40 * KIB))
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[-1])
+    await flush
+    room = table.room(970 * KIB)
+    while room.step() == 0:
+        pass
+    room.cancel()
+    assert table.state(1) == 2
+    second = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    assert len(tier.reads) == 2
+    arrive(tier.reads[1])
+    assert (await second)[0] is not None
+    arrive(tier.reads[0])
+    assert (await first)[0] is not None
+    del first, second
+    await finish(scheduler, tier)
+
+
+async def test_damage_is_a_miss_and_the_block_is_dropped():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    arrive(tier.reads[0], ok=False)
+    assert await get == [None]
+    assert (scheduler.counters.corrupt_blocks, scheduler.counters.misses) == (1, 1)
+    assert table.state(1) == 0
+    await finish(scheduler, tier)
+
+
+async def test_an_unreadable_block_is_a_miss_once_and_then_gone():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    tier.reads[0].released()
+    tier.reads[0].future.set_exception(OSError(errno.EIO, "broken"))
+    assert await get == [None]
+    assert scheduler.counters.io_errors == 1
+    assert await scheduler.gather([1]) == [None]
+    assert len(tier.reads) == 1
+    await finish(scheduler, tier)
+
+
+async def test_a_read_past_its_deadline_is_a_miss_and_its_extent_is_quarantined():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    tier.reads[0].future.set_exception(TimeoutError())
+    assert await get == [None]
+    assert table.quarantined == 40 * KIB
+    assert table.state(1) == 2, "the disk may answer another time"
+    tier.reads[0].released()
+    assert table.quarantined == 0
+    await finish(scheduler, tier)
+
+
+async def test_too_much_quarantine_switches_the_disk_off():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 400 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    tier.reads[0].future.set_exception(TimeoutError())
+    await get
+    assert not scheduler.breaker.ok
+    tier.reads[0].released()
+    await finish(scheduler, tier)
+
+
+async def test_a_cancelled_get_leaves_no_pin_and_the_block_in_memory():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1, 2], 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1, 2]))
+    await settle()
+    arrive(tier.reads[0])
+    await settle()
+    get.cancel()
+    await settle()
+    assert get.cancelled()
+    assert table.pinned_blocks == 0
+    arrive(tier.reads[1])
+    await settle()
+    assert table.state(1) == table.state(2) == 1
+    await finish(scheduler, tier)
+
+
+async def test_the_callers_patience_ends_before_the_disk_answers():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    assert await scheduler.gather([1], timeout=0.01) == [None]
+    assert scheduler.counters.misses == 1
+    arrive(tier.reads[0])
+    await settle()
+    assert table.state(1) == 1
+    await finish(scheduler, tier)
+
+
+async def test_room_is_granted_to_puts_in_order_of_arrival():
+    table, tier, scheduler = build(memory=256 * KIB)
+    pins = []
+    for key in range(4):
+        assert (await scheduler.put([(key, table.draft(b"x" * 64 * KIB))])) == [True] or True
+        for batch in tier.batches:
+            if not batch.future.done():
+                tier.land(batch)
+        await settle()
+        pins.append(table.get(key))
+    done = []
+
+    async def put(key, size):
+        await scheduler.put([(key, table.draft(b"y" * size))])
+        done.append(key)
+
+    tasks = [asyncio.ensure_future(put(10, 128 * KIB)), asyncio.ensure_future(put(11, 64 * KIB))]
+    await settle()
+    pins.pop()  # room for the second, which has to wait for the first all the same
+    await settle()
+    assert done == []
+    pins.clear()
+    for _ in range(20):
+        await settle()
+        for batch in tier.batches:
+            if not batch.future.done():
+                tier.land(batch)
+    await asyncio.gather(*tasks)
+    assert done == [10, 11]
+    await finish(scheduler, tier)
+
+
+async def test_a_batch_larger_than_the_pool_serves_the_leading_keys():
+    table, tier, scheduler = build(memory=256 * KIB)
+    await to_disk(table, tier, scheduler, [1, 2, 3, 4, 5, 6], 64 * KIB)
+    get = asyncio.ensure_future(scheduler.gather([1, 2, 3, 4, 5, 6]))
+    for _ in range(10):
+        await settle()
+        for read in tier.reads:
+            if not read.future.done():
+                arrive(read)
+    got = await asyncio.wait_for(get, 2)
+    assert [block is not None for block in got] == [True] * 4 + [False] * 2
+    assert scheduler.counters.no_room == 2
+    assert scheduler.counters.disk_hits == 4
+    del got, get
+    await finish(scheduler, tier)
+
+
+async def test_prefetch_takes_only_what_room_there_is_and_counts_joined_reads():
+    table, tier, scheduler = build(memory=256 * KIB)
+    await to_disk(table, tier, scheduler, [1, 2, 3, 4, 5, 6], 64 * KIB)
+    assert scheduler.prefetch([1, 2]) == 2
+    assert scheduler.prefetch([2, 3, 99]) == 2
+    assert scheduler.prefetch([4, 5, 6]) == 1
+    assert len(tier.reads) == 4
+    for read in tier.reads:
+        arrive(read)
+    await finish(scheduler, tier)

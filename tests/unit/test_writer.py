@@ -1,0 +1,322 @@
+"""The writer: log order, what a flush covers, what a failure leaves owed."""
+
+import asyncio
+import errno
+
+import pytest
+from scripted_tier import build, finish, settle
+
+from asynckv.errors import DiskError
+from asynckv.testing import ManualClock
+
+K = {i: (0, i.to_bytes(8, "little")) for i in range(10)}
+
+
+def put(scheduler, key, size=1000, fill=b"v"):
+    assert scheduler.put_now(key, scheduler.table.draft(fill * size))
+
+
+async def test_nothing_is_written_without_a_reason():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    await settle()
+    assert tier.batches == []
+    await finish(scheduler, tier)
+
+
+async def test_writing_starts_above_half_of_the_pool_and_goes_down_to_three_eighths():
+    table, tier, scheduler = build()
+    size = 64 << 10
+    for key in range(9):
+        put(scheduler, key, size)
+    await settle()
+    while any(not b.future.done() for b in tier.batches):
+        for batch in tier.batches:
+            if not batch.future.done():
+                tier.land(batch)
+        await settle()
+    assert table.dirty_bytes == 5 * size, "batches of an eighth of the pool"
+    assert [s.key for b in tier.batches for s in b.spills] == [K[i][1] for i in range(4)], "oldest first"
+    await finish(scheduler, tier)
+
+
+async def test_at_most_two_batches_are_in_flight():
+    _table, tier, scheduler = build()
+    for key in range(15):
+        put(scheduler, key, 64 << 10)
+    await settle()
+    assert sum(not b.future.done() for b in tier.batches) == 2
+    await finish(scheduler, tier)
+
+
+async def test_a_flush_ends_after_its_write_and_a_later_sync():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert len(tier.batches) == 1
+    assert tier.syncs == 0
+    assert not flush.done()
+    tier.land(tier.batches[0])
+    await flush
+    assert tier.syncs == 1
+    await finish(scheduler, tier)
+
+
+async def test_a_flush_does_not_wait_for_later_puts():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    put(scheduler, 2)
+    tier.land(tier.batches[0])
+    await flush
+    assert scheduler.table.dirty_blocks == 1
+    await finish(scheduler, tier)
+
+
+async def test_a_flush_covers_the_replacement_of_a_block_it_was_called_for():
+    _table, tier, scheduler = build()
+    tier.held = asyncio.Event()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    put(scheduler, 2)
+    put(scheduler, 1, fill=b"w")  # keeps the place of the first version
+    tier.held.set()
+    await settle()
+    assert bytes(tier.batches[0].spills[0].view)[:1] == b"w"
+    tier.land(tier.batches[0])
+    await settle()
+    for batch in tier.batches[1:]:
+        tier.land(batch)
+    await flush
+    await finish(scheduler, tier)
+
+
+async def test_a_flush_waits_for_batches_already_in_flight():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    first = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    second = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert not second.done()
+    tier.land(tier.batches[0])
+    await asyncio.gather(first, second)
+    await finish(scheduler, tier)
+
+
+async def test_an_empty_flush_writes_nothing():
+    _table, tier, scheduler = build()
+    await scheduler.writer.flush()
+    assert tier.batches == []
+    await finish(scheduler, tier)
+
+
+async def test_a_flush_whose_blocks_are_deleted_meanwhile_ends():
+    table, tier, scheduler = build()
+    tier.held = asyncio.Event()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert table.remove(1) == 1
+    tier.held.set()
+    await asyncio.wait_for(flush, 5)
+    await finish(scheduler, tier)
+
+
+async def test_a_failed_write_fails_the_flush_and_the_block_is_dirty_again():
+    table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0], OSError(errno.EIO, "broken"))
+    with pytest.raises(DiskError) as caught:
+        await flush
+    assert caught.value.errno == errno.EIO
+    assert table.dirty_blocks == 1
+    assert scheduler.counters.io_errors == 1
+    await finish(scheduler, tier)
+
+
+async def test_a_failed_sync_fails_the_flush():
+    _table, tier, scheduler = build()
+    tier.sync_error = OSError(errno.EIO, "broken")
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    with pytest.raises(DiskError):
+        await flush
+    tier.sync_error = None
+    await finish(scheduler, tier)
+
+
+async def test_three_failures_switch_the_disk_off_and_a_probe_switches_it_on():
+    clock = ManualClock()
+    table, tier, scheduler = build(clock=clock)
+    tier.probe_answer = False
+    for _ in range(3):
+        put(scheduler, 1)
+        flush = asyncio.ensure_future(scheduler.writer.flush())
+        await settle()
+        tier.land(tier.batches[-1], OSError(errno.EIO, "broken"))
+        with pytest.raises(DiskError):
+            await flush
+    assert not scheduler.breaker.ok
+    assert not table.backed
+    with pytest.raises(DiskError):
+        await scheduler.writer.flush()
+    clock.advance(1.0)
+    await settle()
+    assert not scheduler.breaker.ok, "the probe failed"
+    tier.probe_answer = True
+    clock.advance(1.0)
+    await settle()
+    assert not scheduler.breaker.ok, "the wait doubles"
+    clock.advance(1.0)
+    await settle()
+    assert scheduler.breaker.ok
+    assert table.backed
+    await finish(scheduler, tier)
+
+
+async def test_a_durable_removal_answers_after_write_and_sync():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+    removal = asyncio.ensure_future(scheduler.delete([1]))
+    await settle()
+    assert tier.batches[1].tombstones == [K[1]]
+    assert not removal.done()
+    tier.land(tier.batches[1])
+    assert await removal == 1
+    assert tier.syncs == 2
+    await finish(scheduler, tier)
+
+
+async def test_a_removal_of_what_was_never_written_writes_nothing():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    assert await scheduler.delete([1]) == 1
+    assert await scheduler.delete([1]) == 0
+    assert tier.batches == []
+    await finish(scheduler, tier)
+
+
+async def test_a_failed_tombstone_stays_owed_unless_the_key_was_put_again():
+    _table, tier, scheduler = build()
+    for key in (1, 2):
+        put(scheduler, key)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+    removal = asyncio.ensure_future(scheduler.delete([1, 2]))
+    await settle()
+    put(scheduler, 2, fill=b"w")
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert [s.key for s in tier.batches[2].spills] == [K[2][1]]
+    tier.land(tier.batches[2])
+    tier.land(tier.batches[1], OSError(errno.EIO, "broken"))
+    with pytest.raises(DiskError):
+        await removal
+    with pytest.raises(DiskError):
+        await flush
+    await settle()
+    scheduler.writer.poke()
+    await settle()
+    assert tier.batches[3].tombstones == [K[1]], "the tombstone of key 2 would bury its new block"
+    await finish(scheduler, tier)
+
+
+async def test_blocks_wait_while_tombstones_are_left_over():
+    _table, tier, scheduler = build()
+    keys = [b"%04d" % i * 200 for i in range(400)]
+    for key in keys:
+        put(scheduler, key, 10)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    for batch in tier.batches:
+        tier.land(batch)
+    await flush
+    seen = len(tier.batches)
+    tier.held = asyncio.Event()
+    removal = asyncio.ensure_future(scheduler.delete(keys))
+    await settle()
+    put(scheduler, keys[-1], 10)
+    tier.held.set()
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    for _ in range(50):
+        await settle()
+        for batch in tier.batches[seen:]:
+            if not batch.future.done():
+                tier.land(batch)
+    await asyncio.gather(removal, flush)
+    order = [("t", k) for b in tier.batches[seen:] for _, k in b.tombstones if k == keys[-1]]
+    places = [
+        (b.place, what)
+        for b in tier.batches[seen:]
+        for what in [*(("t", k) for _, k in b.tombstones), *(("b", s.key) for s in b.spills)]
+        if what[1] == keys[-1]
+    ]
+    assert order, "the tombstone was written"
+    kinds = [what[0] for _, what in places]
+    assert kinds.index("b") > max(i for i, kind in enumerate(kinds) if kind == "t"), "the block comes last"
+    await finish(scheduler, tier)
+
+
+async def test_a_clear_covers_the_tombstones_owed_before_it():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+    tier.held = asyncio.Event()
+    removal = asyncio.ensure_future(scheduler.delete([1]))
+    clearing = asyncio.ensure_future(scheduler.clear())
+    await settle()
+    tier.held.set()
+    await settle()
+    assert tier.batches[1].clear
+    assert tier.batches[1].tombstones == []
+    tier.land(tier.batches[1])
+    await asyncio.gather(removal, clearing)
+    await finish(scheduler, tier)
+
+
+async def test_blocks_are_written_when_they_are_older_than_persist_after():
+    clock = ManualClock()
+    _table, tier, scheduler = build(persist_after=10.0, clock=clock)
+    put(scheduler, 1)
+    clock.advance(5.0)
+    await settle()
+    assert tier.batches == []
+    clock.advance(5.0)
+    await settle()
+    assert [s.key for s in tier.batches[0].spills] == [K[1][1]]
+    await finish(scheduler, tier)
+
+
+async def test_a_late_write_keeps_its_extents_until_the_engine_lets_go():
+    table, tier, scheduler = build()
+    put(scheduler, 1, 64 << 10)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    late = tier.batches[0]
+    late.future.set_exception(TimeoutError())
+    with pytest.raises(DiskError):
+        await flush
+    assert scheduler.counters.io_timeouts == 1
+    table.remove(1)
+    assert table.quarantined == 64 << 10
+    late.released()
+    assert table.quarantined == 0
+    await finish(scheduler, tier)
