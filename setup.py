@@ -9,16 +9,24 @@ ASYNCKV_SANITIZE=address,undefined
 ASYNCKV_EXTENSIONS=_core,_record
     Build only these, while another one is being worked on.
 
+``_uring`` is optional: it is left out where ``<linux/io_uring.h>`` is missing or too old, or does not compile, and the
+package works without it.
+
 No ``-march=native``: what is built on one machine has to run on the next.
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+# Left out, with a warning, where their header does not compile.
+OPTIONAL = {"_uring": "_uring_abi.h"}
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "asynckv"
@@ -57,7 +65,10 @@ if SANITIZE:
 
 
 class BuildExt(build_ext):
-    """Builds everything again when the switches differ from the last build's: time stamps alone would not see that."""
+    """Leaves out what cannot be built here, and builds all again when the switches differ from the last build's.
+
+    Time stamps alone would not see the latter.
+    """
 
     def run(self) -> None:
         stamp = ROOT / "build" / "mode"
@@ -66,6 +77,24 @@ class BuildExt(build_ext):
         super().run()
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(mode)
+
+    def build_extension(self, ext: Extension) -> None:
+        header = OPTIONAL.get(ext.name.rpartition(".")[2])
+        if header is not None and not self.compiles(header):
+            self.warn(f"{ext.name} is left out: {header} does not compile on this system")
+            return
+        super().build_extension(ext)
+
+    def compiles(self, header: str) -> bool:
+        """Whether a header and what it includes are there and good enough."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "check.c")
+            source.write_text(f'#include "{header}"\nint main(void) {{ return 0; }}\n')
+            try:
+                self.compiler.compile([str(source)], output_dir=folder, include_dirs=[PACKAGE])
+            except CompileError:
+                return False
+        return True
 
 
 def extension(source: Path) -> Extension:
@@ -83,12 +112,17 @@ def extension(source: Path) -> Extension:
     )
 
 
-sources = sorted(path for path in (ROOT / PACKAGE).glob("*.pyx") if not ONLY or path.stem in ONLY)
-setup(
-    ext_modules=cythonize(
-        [extension(source) for source in sources],
+def cythonized(found: list[Path]) -> list[Extension]:
+    """Translate; ``optional`` is set on what comes back, because cythonize drops it."""
+    extensions = cythonize(
+        [extension(source) for source in found],
         compiler_directives=DIRECTIVES,
         build_dir="build/cython-debug" if DEBUG else "build/cython",
-    ),
-    cmdclass={"build_ext": BuildExt},
-)
+    )
+    for each in extensions:
+        each.optional = each.name.rpartition(".")[2] in OPTIONAL
+    return extensions
+
+
+sources = sorted(path for path in (ROOT / PACKAGE).glob("*.pyx") if not ONLY or path.stem in ONLY)
+setup(ext_modules=cythonized(sources), cmdclass={"build_ext": BuildExt})

@@ -243,7 +243,11 @@ class BlockMap:
     def put(self, key: object, draft: Draft) -> bool:
         """Copy and publish when room can be had at once; False otherwise, with nothing changed."""
     def room(self, what: Draft | SupportsIndex) -> Room:
-        """Room for a draft or a stored length; ValueError when larger than the pool."""
+        """Room for a draft or a stored length; ValueError when larger than the pool.
+
+        Room for a draft waits while the policy's next victim has yet to be written; room for a stored length (a reload)
+        takes the first clean one.
+        """
     def fill(self, room: Room, key: object, draft: Draft) -> None:
         """Copy into a done room and publish; consumes the room."""
     def reserve(self, room: Room, draft: Draft) -> Any:
@@ -276,8 +280,8 @@ class Table(BlockMap):
     def expire_spill(self, spill: Spill) -> None:
         """Past the deadline: as failed, but the bytes stay held until `release_spill`."""
     def release_spill(self, spill: Spill) -> None: ...
-    def where(self, key: object) -> tuple[int, int, int, int, int] | None:
-        """Slot, offset, stored bytes, checksum, extent bytes of a block on disk only and not loading."""
+    def where(self, key: object) -> tuple[int, int, int, int] | None:
+        """Slot, offset, stored bytes and checksum of a block on disk only and not loading."""
     def begin_load(self, key: object, room: Room) -> Load: ...
     def is_current(self, load: Load) -> bool: ...
     def finish_load(self, load: Load, ok: bool) -> bool:

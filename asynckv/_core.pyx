@@ -470,6 +470,7 @@ cdef class BlockMap:
         if stored > self.granules or r.stored >= MAX_STORED:
             raise ValueError("larger than the pool")
         r.size = <uint32_t>stored
+        r.patient = isinstance(what, Draft)
         self.room_token += 1
         r.token = self.room_token
         arena_expect(self.arena)

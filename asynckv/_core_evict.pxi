@@ -350,6 +350,29 @@ cdef inline uint64_t extent_of(BlockMap t, uint64_t stored) noexcept:
     return align_up(stored, <uint64_t>1 << t.granule_shift)
 
 
+cdef bint oldest_is_dirty(BlockMap t) noexcept:
+    """Would the policy's next victim be one that has to be written first? Pinned ones do not count.
+
+    A put then waits for the write: taking a younger clean block instead would turn a burst of puts into the loss of
+    what is used most. A reload does not wait, see `Table.room`.
+    """
+    cdef uint32_t n = t.lru_tail
+    cdef uint32_t seen = 0
+    cdef Entry *e
+    if not t.backed_flag or t.ready_head != NONE:
+        return False
+    while n != NONE and seen < 64:
+        if N(t, n).pins == 0:
+            e = E(t, N(t, n).entry)
+            if list_code(e) == L_DIRTY or e.flags & E_SPILLING:
+                return True
+            if evictable(t, n):
+                return False
+        n = N(t, n).prev
+        seen += 1
+    return False
+
+
 cdef int take_now(BlockMap t, uint32_t size, uint32_t *out) except -1:
     """An extent with at most a few hundred evictions: 1, or 0 and nothing changed."""
     cdef uint32_t v, first = NONE, visits = 0, evictions = 0, walk = 256
@@ -361,6 +384,8 @@ cdef int take_now(BlockMap t, uint32_t size, uint32_t *out) except -1:
     if c != NONE:
         out[0] = c
         return 1
+    if oldest_is_dirty(t):
+        return 0
     v = next_victim(t, &more)
     while v != NONE and tries < 4:
         found = find_window(t, v, size, MAX_EVICT - 2, &first, &start, &visits)
@@ -391,6 +416,7 @@ cdef class Room:
     cdef int status             # 0 searching, 1 claiming, 2 done, 3 used or cancelled
     cdef int tried              # victims without a window so far
     cdef bint scanning
+    cdef bint patient           # waits for the policy's victim to be written rather than taking another
     cdef uint64_t token
     cdef uint64_t blocked_at    # epoch of the last fruitless search
     cdef readonly bint needs_spill
@@ -438,6 +464,9 @@ cdef class Room:
         if c != NONE:
             self.node = c
             self.status = 2
+            return 0
+        if self.patient and oldest_is_dirty(t):
+            self.blocked_at = t.epoch
             return 0
         if not self.scanning:
             v = next_victim(t, &more)

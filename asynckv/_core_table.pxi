@@ -66,7 +66,7 @@ cdef class Table(BlockMap):
         e = E(self, i)
         if e.node != NONE or e.slot == NONE:
             return None
-        return e.slot, e.offset, e.length, e.checksum, extent_of(self, e.length)
+        return e.slot, e.offset, e.length, e.checksum
 
     def begin_load(self, key, Room room):
         cdef uint32_t i = find_key(self, key)

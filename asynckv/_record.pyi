@@ -36,6 +36,8 @@ class ChunkHeader:
     oldest_live: int
     synced: int
     sealed_upto: int
+    previous: int
+    previous_good: int
     @property
     def batch_bytes(self) -> int:
         """Header, payload area and trailer together."""
@@ -118,6 +120,8 @@ class RecordWriter:
         synced: int = 0,
         good: int = 0,
         sealed_upto: int = 0,
+        previous: int = 0,
+        previous_good: int = 0,
     ) -> None:
         """Write the chunk into a writable buffer; the rest of its pages is zeroed."""
     def to_bytes(self, kind: int, seed: int, offset: int, **fields: int) -> bytes:
@@ -174,6 +178,8 @@ def write_batch(
     synced: int,
     good: int,
     sealed_upto: int,
+    previous: int = 0,
+    previous_good: int = 0,
 ) -> tuple[list[memoryview], list[int], bytes]:
     """Compute checksums, fill the staging buffer: (buffers to write, checksums, piece for the footer)."""
 

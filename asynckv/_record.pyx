@@ -1,6 +1,6 @@
 """The log's records: bytes in, fields out, and back. The bytes are drawn in docs/format.md.
 
-One shape holds records everywhere: a *chunk* is whole pages that begin with a header of 96 bytes, then a table of block
+One shape holds records everywhere: a *chunk* is whole pages that begin with a header of 112 bytes, then a table of block
 descriptors, then the records that refer to it. The header and the trailer of a batch, the footer of a sealed segment and
 the pieces of a snapshot are chunks of different kinds.
 
@@ -28,7 +28,7 @@ from xxhash import xxh3_64_intdigest
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
-HEADER_BYTES = 96               # fixed part of a chunk
+HEADER_BYTES = 112              # fixed part of a chunk
 ALIGNED_FROM = 32768            # stored lengths from here on begin on a page
 PACK_BYTES = 16                 # smaller ones are packed at this alignment
 BODY_MAX = 1 << 20              # descriptors and records of one batch
@@ -47,7 +47,7 @@ CLEAR = 3
 
 cdef enum:
     PAGE = 4096
-    HEAD = 96
+    HEAD = 112
     C_ALIGNED_FROM = 32768
     C_KEY_MAX = 1024
     C_DESC_MAX = 255
@@ -158,11 +158,13 @@ cdef class ChunkHeader:
         bytes of the footer chunk before it, 0 for the first; its `payload_bytes` is the number of batches.
     sealed_upto
         Every segment up to this number was sealed and durable, or dead.
+    previous, previous_good
+        Of a batch: number of the segment before in this namespace, and how many of its batches were known durable.
     """
 
     cdef readonly int kind
-    cdef readonly uint32_t n_descs, n_records, header_bytes, body_bytes, good
-    cdef readonly uint64_t payload_bytes, sequence, offset, oldest_live, synced, sealed_upto
+    cdef readonly uint32_t n_descs, n_records, header_bytes, body_bytes, good, previous_good
+    cdef readonly uint64_t payload_bytes, sequence, offset, oldest_live, synced, sealed_upto, previous
 
     def __repr__(self):
         return (f"<ChunkHeader kind={self.kind} offset={self.offset} records={self.n_records} "
@@ -229,6 +231,8 @@ cdef ChunkHeader load_header(const uint8_t *p):
     header.oldest_live = get64(p + 64)
     header.synced = get64(p + 72)
     header.sealed_upto = get64(p + 80)
+    header.previous = get64(p + 88)
+    header.previous_good = get32(p + 96)
     return header
 
 

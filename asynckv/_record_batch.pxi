@@ -148,7 +148,7 @@ cdef bint fits(uint64_t start, uint64_t limit, uint64_t before, uint64_t body, u
 
 
 def write_batch(BatchPlan plan, list spills, list carries, list tombstones, staging, seed, *, sequence, oldest_live,
-                synced, good, sealed_upto):
+                synced, good, sealed_upto, previous=0, previous_good=0):
     """Compute checksums and put header, packed payloads and trailer into a staging buffer. Runs in a worker.
 
     Parameters
@@ -164,7 +164,7 @@ def write_batch(BatchPlan plan, list spills, list carries, list tombstones, stag
         Tuples of key kind and key bytes.
     staging
         Writable, at least ``2 * header_bytes + small_bytes + copied pages``; see `staging_bytes`.
-    seed, sequence, oldest_live, synced, good, sealed_upto
+    seed, sequence, oldest_live, synced, good, sealed_upto, previous, previous_good
         Of the segment and the header.
 
     Returns
@@ -233,7 +233,8 @@ def write_batch(BatchPlan plan, list spills, list carries, list tombstones, stag
     finally:
         PyBuffer_Release(&target)
     fields = {"header_bytes": header_bytes, "payload_bytes": plan.payload_bytes, "sequence": sequence,
-              "oldest_live": oldest_live, "synced": synced, "good": good, "sealed_upto": sealed_upto}
+              "oldest_live": oldest_live, "synced": synced, "good": good, "sealed_upto": sealed_upto,
+              "previous": previous, "previous_good": previous_good}
     writer.write_into(staging, 0, KIND_BATCH, seed, plan.position, **fields)
     begin = header_bytes + plan.small_bytes
     writer.write_into(staging, begin, KIND_TRAILER, seed, plan.position, **fields)

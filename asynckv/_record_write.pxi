@@ -112,7 +112,7 @@ cdef class RecordWriter:
         return pages(HEAD + self.desc_bytes + self.length)
 
     def write_into(self, buffer, Py_ssize_t at, int kind, seed, offset, *, header_bytes, payload_bytes=0, sequence=0,
-                   oldest_live=0, synced=0, good=0, sealed_upto=0):
+                   oldest_live=0, synced=0, good=0, sealed_upto=0, previous=0, previous_good=0):
         """Write the chunk into a writable buffer; the rest of its pages is zeroed.
 
         Parameters
@@ -123,7 +123,7 @@ cdef class RecordWriter:
             What the checksum is bound to, as for `read_chunk`.
         header_bytes
             Pages to fill; more than needed is fine.
-        payload_bytes, sequence, oldest_live, synced, good, sealed_upto
+        payload_bytes, sequence, oldest_live, synced, good, sealed_upto, previous, previous_good
             As in `ChunkHeader`.
         """
         cdef Py_buffer view
@@ -154,6 +154,8 @@ cdef class RecordWriter:
             set64(p + 64, oldest_live)
             set64(p + 72, synced)
             set64(p + 80, sealed_upto)
+            set64(p + 88, previous)
+            set32(p + 96, previous_good)
             q = p + HEAD
             for raw in self.descs:
                 q[0] = <uint8_t>PyBytes_GET_SIZE(raw)

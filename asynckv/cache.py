@@ -336,7 +336,7 @@ class Cache:
 
         Uses free or clean room only.
         """
-        self._enter_plain()
+        self._enter()
         return self._scheduler.prefetch(list(keys))
 
     def match_prefix(self, keys: Iterable[Any]) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from asynckv._version import __version__
-from asynckv.commands import demo, inspect, replay
+from asynckv.commands import demo, doctor, inspect, replay
 from asynckv.commands.output import FAILED, USAGE, UsageError
 from asynckv.errors import AsyncKVError, StoreLockedError, UnsafeDirectoryError
 
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asynckv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, replay, inspect):
+    for module in (demo, replay, doctor, inspect):
         module.add_parser(commands)
     return parser
 

@@ -152,8 +152,7 @@ class Scheduler:
             return
         queue.add(waiter)
         self.table.waiting = True
-        if answer == AGAIN:
-            self.kick()
+        self.kick()  # what the call itself gave up while it was blocked may have made room
 
     # -- reads ---------------------------------------------------------------------------------------------------
 
@@ -165,6 +164,8 @@ class Scheduler:
         timeout
             Seconds after which keys that have not come count as misses.
         """
+        if not keys:
+            return []
         gather = Gather(self, keys)
         gather.start()
         if gather.future.done():
@@ -203,10 +204,10 @@ class Scheduler:
         assert self.tier is not None
         try:
             reload.future = self.tier.read(reload.load, released=reload.on_released)
-        except OSError as error:
-            reload.released = True
-            reload.future = self.loop.create_future()
-            reload.future.set_exception(error)
+        except BaseException:
+            del self.reloads[plain]
+            self.table.finish_load(reload.load, False)
+            raise
         reload.future.add_done_callback(reload.on_done)
         return reload
 
@@ -268,7 +269,10 @@ class Scheduler:
             if self.current_reload(key) is not None:
                 begun += 1
             elif room_left and state == DISK:
-                room = self.table.room(self.table.where(key)[4])
+                try:
+                    room = self.table.room(self.table.where(key)[2])
+                except ValueError:  # larger than the pool
+                    continue
                 room_left = room.step() == DONE
                 if room_left:
                     self.start_reload(key, room)

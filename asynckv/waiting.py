@@ -83,7 +83,13 @@ class RoomQueue:
         """Let the heads work. DONE when the queue is empty, else what its head answered."""
         while self._waiters:
             head = self._waiters[0]
-            answer = head.step()
+            try:
+                answer = head.step()
+            except Exception as error:  # our bug: its call gets it, those behind it go on
+                self.discard(head)
+                if not head.future.done():
+                    head.future.set_exception(error)
+                continue
             if answer == BLOCKED:
                 if not head.blocked():
                     return BLOCKED
@@ -129,7 +135,7 @@ class Gather:
     `results[i]` is a block or None, `codes[i]` says how it ended.
     """
 
-    __slots__ = ("_missing", "_room", "_scheduler", "_todo", "codes", "counted", "future", "keys", "results")
+    __slots__ = ("_missing", "_room", "_room_bytes", "_scheduler", "_todo", "codes", "counted", "future", "keys", "results")
 
     def __init__(self, scheduler: Scheduler, keys: Sequence[Any], *, counted: bool = True) -> None:
         self._scheduler = scheduler
@@ -141,6 +147,7 @@ class Gather:
         self._todo: deque[int] = deque()
         self._missing = len(keys)
         self._room: Room | None = None
+        self._room_bytes = -1  # stored bytes of the block it is for
 
     def start(self) -> None:
         """Answer what memory holds, then queue for the rest."""
@@ -164,6 +171,7 @@ class Gather:
         self._scheduler.kick()
 
     def _drop_room(self) -> None:
+        self._room_bytes = -1
         if self._room is not None:
             self._room.cancel()
             self._room = None
@@ -193,17 +201,16 @@ class Gather:
                     if answer != DONE:
                         return answer
                     reload = scheduler.start_reload(key, self._room)
-                    self._room = None
+                    self._room, self._room_bytes = None, -1
             elif state == LOADING:
                 reload = scheduler.current_reload(key)
             else:
                 reload = None
             self._todo.popleft()
+            self._drop_room()  # claimed for a key that came or went by itself
             if reload is not None:
-                self._drop_room()
                 reload.waiters.append((self, index))
             elif state == MEMORY:
-                self._drop_room()
                 self._settle(index, table.get(key) if self.counted else table.peek(key), MEMORY_HIT)
             elif scheduler.recovering:
                 scheduler.await_recovery(self, index)
@@ -212,9 +219,14 @@ class Gather:
         return DONE
 
     def _room_step(self, key: Any) -> int:
-        if self._room is None:
-            where = self._scheduler.table.where(key)
-            self._room = self._scheduler.table.room(where[4])
+        stored = self._scheduler.table.where(key)[2]
+        if stored != self._room_bytes:  # the first step, or the key was replaced meanwhile
+            self._drop_room()
+            try:
+                self._room = self._scheduler.table.room(stored)
+            except ValueError:  # larger than the pool: written when the store had more memory
+                return BLOCKED
+            self._room_bytes = stored
         return self._room.step()
 
     def blocked(self) -> bool:

@@ -95,6 +95,11 @@ async def settle(cache: asynckv.Cache, seconds: float = 10.0) -> None:
         await asyncio.sleep(0.002)
 
 
+async def recovered(cache: asynckv.Cache) -> None:
+    """Wait for the scan of the log, which plain look-ups do not wait for."""
+    await until(lambda: not cache.stats().recovering)
+
+
 async def until(condition: Any, seconds: float = 10.0) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds

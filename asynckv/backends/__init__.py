@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynckv.backends.base import Backend, File, ShortTransferError
+from asynckv.backends.choice import ChosenBackend
 from asynckv.backends.portable import ThreadsBackend
+from asynckv.config import ENGINES
 
 if TYPE_CHECKING:
     from asynckv.clock import Clock
 
-__all__ = ["ENGINES", "Backend", "File", "ShortTransferError", "ThreadsBackend", "create_backend"]
-
-ENGINES = ("auto", "threads")
+__all__ = ["ENGINES", "Backend", "ChosenBackend", "File", "ShortTransferError", "ThreadsBackend", "create_backend"]
 
 
 def create_backend(
@@ -27,15 +27,22 @@ def create_backend(
     Parameters
     ----------
     engine
-        ``"threads"``, or ``"auto"`` for the best one that this build has.
+        ``"threads"``, ``"aiofiles"``, ``"io_uring"``, or ``"auto"``: io_uring where it works and the kernel is 6.1 or
+        newer, else threads. For the last two, `Backend.start` finds out; see `ChosenBackend`.
     direct, timeout, clock
         As for `ThreadsBackend`.
 
     Raises
     ------
     ValueError
-        No engine of that name in this build.
+        No engine of that name.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    return ThreadsBackend(direct=direct, timeout=timeout, clock=clock)
+    if engine == "threads":
+        return ThreadsBackend(direct=direct, timeout=timeout, clock=clock)
+    if engine == "aiofiles":
+        from asynckv.backends.aio import AiofilesBackend
+
+        return AiofilesBackend(direct=direct, timeout=timeout, clock=clock)
+    return ChosenBackend(engine, direct=direct, timeout=timeout, clock=clock)

@@ -14,6 +14,10 @@ Ownership of buffers
     called exactly once for every accepted operation, on the loop thread, and before the future resolves when that is
     still possible. An operation that was not yet started when its future was cancelled or its deadline passed is never
     started (closing a file excepted) and is released at once. A ``prepare`` callable runs at most once.
+Workers
+    ``verify`` and ``prepare`` run in a worker thread; or on the loop, in an engine that submits from there, when they
+    are short. How long they take is told by their attribute ``nbytes``, the bytes they go through. Without it a verify
+    counts as the length of its buffer, and a prepare as long.
 Deadlines
     Measured on the injected clock from submission. At the deadline the future gets `TimeoutError`.
 Order
@@ -51,7 +55,7 @@ __all__ = ["Backend", "BytesLike", "File", "Prepare", "ShortTransferError"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
-# What a write carries: the pieces, or a callable that a worker runs to get (pieces, result).
+# What a write carries: the pieces, or a callable that gives (pieces, result), for a worker to run.
 Prepare: TypeAlias = "Sequence[BytesLike] | Callable[[], tuple[Sequence[BytesLike], Any]]"
 
 
@@ -180,7 +184,8 @@ class Backend(ABC):
         buffer
             Writable, contiguous bytes; owned by the engine until `released`. Its content is undefined after a failure.
         verify
-            Called with the filled buffer in a worker; must not touch anything that belongs to the loop.
+            Called with the filled buffer, in a worker unless it is short; must not touch anything that belongs to the
+            loop, and must not block when it has no large ``nbytes``.
         timeout
             Seconds from now; None means the backend's `timeout`, ``math.inf`` never.
         released
@@ -211,8 +216,8 @@ class Backend(ABC):
         offset
             First byte.
         prepare
-            The pieces (contiguous buffers), or a callable run in a worker that returns ``(pieces, result)``: the place
-            for checksums and for staging.
+            The pieces (contiguous buffers), or a callable that returns ``(pieces, result)`` and is run in a worker,
+            unless its ``nbytes`` say that it is short: the place for checksums and for staging.
         timeout, released
             As for `read`.
 

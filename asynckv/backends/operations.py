@@ -7,7 +7,7 @@ import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
-from asynckv.backends.transfer import Scratch
+from asynckv.backends.transfer import STEPS, Scratch
 
 if TYPE_CHECKING:
     import asyncio
@@ -72,7 +72,8 @@ class Op:
                 self.result = self.run(scratch)
             except BaseException as error:
                 _clear_frames(error)
-                self.error = error
+                trace = error.__traceback__  # without this frame, which holds the operation and its engine
+                self.error = error.with_traceback(trace.tb_next if trace is not None else None)
         return True
 
     def forget(self) -> None:
@@ -206,7 +207,8 @@ def _clear_frames(error: BaseException) -> None:
             return
         entry = seen.__traceback__
         while entry is not None:
-            if not entry.tb_frame.f_code.co_flags & _SUSPENDS:
+            code = entry.tb_frame.f_code
+            if not code.co_flags & _SUSPENDS or code in STEPS:
                 with contextlib.suppress(RuntimeError):  # it is still running: the worker itself
                     entry.tb_frame.clear()
             entry = entry.tb_next

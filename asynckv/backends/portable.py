@@ -147,11 +147,7 @@ class ThreadsBackend(Backend):
         self._pid = os.getpid()  # a forked child owns nothing
         for lane, count in self._counts.items():
             for number in range(count):
-                thread = threading.Thread(
-                    target=work, args=(self._lanes[lane],), name=f"asynckv-{lane}-{number}", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
+                self._start_thread(lane, number)
         try:
             works, alignment, reason = await self._cold(Call, self._begin, (directory,), None, None)
         except BaseException:
@@ -162,6 +158,13 @@ class ThreadsBackend(Backend):
         if self._wanted and not works:
             await self.close()
             raise DiskError(f"direct I/O is not possible: {reason}", errno=errno.EINVAL, operation="start")
+
+    def _start_thread(self, lane: str, number: int) -> None:
+        thread = threading.Thread(
+            target=work, args=(self._lanes[lane],), name=f"asynckv-{lane}-{number}", daemon=True
+        )
+        thread.start()
+        self._threads.append(thread)
 
     def _begin(self, directory: str | os.PathLike[str] | int) -> tuple[bool, int, str]:
         self.files.attach(directory)
@@ -332,10 +335,14 @@ class ThreadsBackend(Backend):
                 op = popleft()
             except IndexError:
                 return
-            self._finish(op)
+            self._arrived(op)
         if self._done and not self._woken:
             self._woken = True
             self.loop.call_soon(self._drain)
+
+    def _arrived(self, op: Op) -> None:
+        """Go on with an operation that a worker has done its part of."""
+        self._finish(op)
 
     def _finish(self, op: Op) -> None:
         """Take an operation out of flight: counts, ``released``, then its future."""

@@ -1,6 +1,8 @@
-"""Whole transfers by blocking calls: resumed when short, retried when interrupted, bounced when unaligned.
+"""Whole transfers: resumed when short, retried when interrupted, bounced when unaligned.
 
-Runs in workers. The one choke point where direct I/O is given up is `Transfers.refuse`.
+What to do next is decided by generators, `Transfers.read_steps` and `Transfers.write_steps`: they yield requests and
+are sent what became of them. Two drivers run them: `Transfers.read` and `Transfers.write` by blocking calls in workers,
+and the ring engine on the loop. The one choke point where direct I/O is given up is `Transfers.refuse`.
 """
 
 from __future__ import annotations
@@ -12,18 +14,23 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from asynckv.backends.base import ShortTransferError
 from asynckv.backends.files import NOT_DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from asynckv.backends.base import BytesLike, File
     from asynckv.backends.files import Files
 
-__all__ = ["BOUNCE_BYTES", "Scratch", "Transfers"]
+__all__ = ["BOUNCE_BYTES", "STEPS", "Request", "Scratch", "Steps", "Transfers", "flatten"]
+
+# What a step asks for: seconds of pause, or (whether it is a write, the buffers, the offset).
+Request: TypeAlias = "float | tuple[bool, Sequence[memoryview], int]"
+# A transfer: is sent the bytes moved, or thrown the `OSError`; ends when all is done, or with an error.
+Steps: TypeAlias = "Generator[Request, int, None]"
 
 _log = logging.getLogger("asynckv.backends")
 
@@ -31,9 +38,9 @@ _log = logging.getLogger("asynckv.backends")
 CALL_BYTES = 1 << 30
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024) if "SC_IOV_MAX" in os.sysconf_names else 16
 BOUNCE_BYTES = 1 << 20
-_TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
-_TRIES = 10  # of a call that says EINTR or EAGAIN, or moves nothing; with the pauses below about half a second
-_PAUSE_S = 0.0005
+TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+TRIES = 10  # of a call that says EINTR or EAGAIN, or moves nothing; with the pauses below about half a second
+PAUSE_S = 0.0005
 
 
 class Scratch:
@@ -102,52 +109,91 @@ class Transfers:
         self.refuse(error)
         self._make_buffered(file)
 
-    # reads
+    # by blocking calls
 
     def read(self, file: File, offset: int, buffer: memoryview, scratch: Scratch) -> None:
         """Fill the buffer or raise."""
         size = len(buffer)
+        direct = file.direct and self.uses_direct(file)
+        first: int | OSError | None = None
+        if size <= self.call_bytes and not (direct and (offset | size) & (self.alignment - 1)):
+            try:
+                first = self.files.preadv(file.fd, (buffer,), offset)
+            except OSError as error:
+                first = error
+            if first == size:
+                return
+            if file.direct is not direct:  # refused meanwhile, to somebody else
+                first = None
+        self._drive(file.fd, self.read_steps(file, offset, buffer, scratch, self.call_bytes), first)
+
+    def write(self, file: File, offset: int, pieces: Sequence[BytesLike], scratch: Scratch) -> None:
+        """Write every byte of every piece or raise."""
+        views, ends = flatten(pieces)
+        if ends:
+            self._drive(file.fd, self.write_steps(file, offset, views, ends, scratch, self.call_bytes), None)
+
+    def _drive(self, fd: int, steps: Steps, outcome: int | OSError | None) -> None:
+        """Run steps; `outcome` is that of their first request when it was made already."""
+        files = self.files
+        try:
+            request = next(steps)
+            while True:
+                if outcome is None:
+                    if isinstance(request, float):
+                        files.sleep(request)
+                        outcome = 0
+                    else:
+                        writes, views, offset = request
+                        try:
+                            outcome = (files.pwritev if writes else files.preadv)(fd, views, offset)
+                        except OSError as error:
+                            outcome = error
+                last, outcome = outcome, None
+                request = steps.throw(last) if isinstance(last, OSError) else steps.send(last)
+        except StopIteration:
+            return
+
+    # reads, by steps
+
+    def read_steps(self, file: File, offset: int, buffer: memoryview, scratch: Scratch, limit: int) -> Steps:
+        """Fill the buffer by requests of at most `limit` bytes, a multiple of every alignment."""
         if file.direct and self.uses_direct(file):
-            if not (offset | size) & (self.alignment - 1):
+            if not (offset | len(buffer)) & (self.alignment - 1):
                 try:
-                    return self._read_direct(file, offset, buffer)
+                    return (yield from self._read_direct(offset, buffer, limit))
                 except OSError as error:
                     if error.errno not in NOT_DIRECT:
                         raise
                     # Perhaps only the address of this buffer: an aligned bounce buffer tells.
             try:
-                return self._read_bounced(file, offset, buffer, scratch)
+                return (yield from self._read_bounced(offset, buffer, scratch, limit))
             except OSError as error:
                 if error.errno not in NOT_DIRECT:
                     raise
                 self._refused(file, error)
-        if size <= self.call_bytes:
-            try:
-                if self.files.preadv(file.fd, (buffer,), offset) == size:
-                    return None
-            except OSError as error:
-                if error.errno not in _TRANSIENT:
-                    raise
-        done = 0  # from the start: what the first try moved does not matter
-        while done < size:
-            count = self._read_some(file.fd, buffer[done : done + self.call_bytes], offset + done)
+        done = 0
+        while done < len(buffer):
+            count = yield from _some((False, (buffer[done : done + limit],), offset + done))
             if count == 0:
-                raise ShortTransferError(done, size)
+                raise ShortTransferError(done, len(buffer))
             done += count
         return None
 
-    def _read_direct(self, file: File, offset: int, buffer: memoryview) -> None:
+    def _read_direct(self, offset: int, buffer: memoryview, limit: int) -> Steps:
         size = len(buffer)
-        done = self._read_aligned(file.fd, offset, buffer, size)
+        done = yield from self._read_aligned(offset, buffer, size, limit)
         if done < size:
             raise ShortTransferError(done, size)
 
-    def _read_aligned(self, fd: int, offset: int, buffer: memoryview, wanted: int) -> int:
+    def _read_aligned(
+        self, offset: int, buffer: memoryview, wanted: int, limit: int
+    ) -> Generator[Request, int, int]:
         """Read an aligned range until `wanted` bytes or the end of the file; the bytes that are there."""
         resume = done = 0
         mask = ~(self.alignment - 1)
         while True:
-            count = self._read_some(fd, buffer[resume : resume + self.call_bytes], offset + resume)
+            count = yield from _some((False, (buffer[resume : resume + limit],), offset + resume))
             reached = resume + count
             if reached >= wanted:
                 return wanted
@@ -156,7 +202,7 @@ class Transfers:
             done = reached
             resume = done & mask
 
-    def _read_bounced(self, file: File, offset: int, buffer: memoryview, scratch: Scratch) -> None:
+    def _read_bounced(self, offset: int, buffer: memoryview, scratch: Scratch, limit: int) -> Steps:
         size = len(buffer)
         bounce = scratch.view()
         mask = self.alignment - 1
@@ -164,37 +210,20 @@ class Transfers:
         while done < size:
             start = offset + done
             skip = start & mask
-            part = min(size - done, BOUNCE_BYTES - skip)
+            part = min(size - done, len(bounce) - skip)
             aligned = (skip + part + mask) & ~mask
-            got = self._read_aligned(file.fd, start - skip, bounce[:aligned], skip + part)
+            got = yield from self._read_aligned(start - skip, bounce[:aligned], skip + part, limit)
             if got < skip + part:
                 raise ShortTransferError(done + max(got - skip, 0), size)
             buffer[done : done + part] = bounce[skip : skip + part]
             done += part
 
-    def _read_some(self, fd: int, view: memoryview, offset: int) -> int:
-        for attempt in itertools.count():
-            try:
-                return self.files.preadv(fd, (view,), offset)
-            except OSError as error:
-                self._pause(error, attempt)
-        raise AssertionError("unreachable")
+    # writes, by steps
 
-    def _pause(self, error: OSError, attempt: int) -> None:
-        """Wait a little after a transient error; raise any other, and the last of too many."""
-        if error.errno not in _TRANSIENT or attempt >= _TRIES:
-            raise error
-        if error.errno == errno.EAGAIN:
-            self.files.sleep(_PAUSE_S * (1 << attempt))
-
-    # writes
-
-    def write(self, file: File, offset: int, pieces: Sequence[BytesLike], scratch: Scratch) -> None:
-        """Write every byte of every piece or raise."""
-        views = [view for view in map(_flat, pieces) if len(view)]
-        ends = list(itertools.accumulate(map(len, views)))
-        if not ends:
-            return
+    def write_steps(
+        self, file: File, offset: int, views: list[memoryview], ends: list[int], scratch: Scratch, limit: int
+    ) -> Steps:
+        """Write flat pieces, whose ends are counted from the first one's start; see `read_steps`."""
         size = ends[-1]
         if file.direct and self.uses_direct(file):
             mask = self.alignment - 1
@@ -202,55 +231,84 @@ class Transfers:
                 raise ValueError(f"direct writes need multiples of {self.alignment}: {size} bytes at {offset}")
             if not any(end & mask for end in ends):
                 try:
-                    self._write_pieces(file.fd, offset, views, ends, ~mask)
-                    return
+                    return (yield from _write_pieces(offset, views, ends, ~mask, limit))
                 except OSError as error:
                     if error.errno not in NOT_DIRECT:
                         raise
             try:
-                self._write_bounced(file.fd, offset, views, ends, scratch)
-                return
+                return (yield from self._write_bounced(offset, views, ends, scratch, limit))
             except OSError as error:
                 if error.errno not in NOT_DIRECT:
                     raise
                 self._refused(file, error)
-        self._write_pieces(file.fd, offset, views, ends, ~0)
+        return (yield from _write_pieces(offset, views, ends, ~0, limit))
 
-    def _write_pieces(self, fd: int, offset: int, views: list[memoryview], ends: list[int], mask: int) -> None:
-        size = ends[-1]
-        done = idle = 0
-        while done < size:
-            count = self._write_some(fd, _from(views, ends, done, self.call_bytes), offset + done)
-            reached = done + count
-            if reached < size:
-                reached &= mask  # direct: back to the last aligned boundary; the bytes between are written twice
-            idle = 0 if reached > done else idle + 1
-            if idle > _TRIES:
-                raise OSError(errno.EIO, "a write makes no progress")
-            done = reached
-
-    def _write_bounced(self, fd: int, offset: int, views: list[memoryview], ends: list[int], scratch: Scratch) -> None:
+    def _write_bounced(
+        self, offset: int, views: list[memoryview], ends: list[int], scratch: Scratch, limit: int
+    ) -> Steps:
         size = ends[-1]
         bounce = scratch.view()
         done = 0
         while done < size:
-            part = _fill(bounce, views, ends, done, min(BOUNCE_BYTES, size - done))
-            self._write_pieces(fd, offset + done, [bounce[:part]], [part], -self.alignment)
+            part = _fill(bounce, views, ends, done, min(len(bounce), size - done))
+            yield from _write_pieces(offset + done, [bounce[:part]], [part], -self.alignment, limit)
             done += part
-
-    def _write_some(self, fd: int, views: list[memoryview], offset: int) -> int:
-        for attempt in itertools.count():
-            try:
-                return self.files.pwritev(fd, views, offset)
-            except OSError as error:
-                self._pause(error, attempt)
-        raise AssertionError("unreachable")
 
     # the rest
 
     def sync(self, file: File) -> None:
         """Make a file's data durable; never retried after an error, because the retry may lie (fsync(2))."""
         self.files.fdatasync(file.fd)
+
+
+def _some(request: Request) -> Generator[Request, int, int]:
+    """Make one request, again after a transient error; raise any other, and the last of too many."""
+    for attempt in itertools.count():
+        try:
+            return (yield request)
+        except OSError as error:
+            if error.errno not in TRANSIENT or attempt >= TRIES:
+                raise
+            pause = error.errno == errno.EAGAIN
+        if pause:
+            yield PAUSE_S * (1 << attempt)
+    raise AssertionError("unreachable")
+
+
+def _write_pieces(offset: int, views: list[memoryview], ends: list[int], mask: int, limit: int) -> Steps:
+    size = ends[-1]
+    done = idle = 0
+    while done < size:
+        count = yield from _some((True, _from(views, ends, done, limit), offset + done))
+        reached = done + count
+        if reached < size:
+            reached &= mask  # direct: back to the last aligned boundary; the bytes between are written twice
+        idle = 0 if reached > done else idle + 1
+        if idle > TRIES:
+            raise OSError(errno.EIO, "a write makes no progress")
+        done = reached
+
+
+# The code of the generators: an error that came through one has ended it, so its frame may be cleared.
+STEPS = frozenset(
+    function.__code__
+    for function in (
+        Transfers.read_steps,
+        Transfers._read_direct,
+        Transfers._read_aligned,
+        Transfers._read_bounced,
+        Transfers.write_steps,
+        Transfers._write_bounced,
+        _write_pieces,
+        _some,
+    )
+)
+
+
+def flatten(pieces: Sequence[BytesLike]) -> tuple[list[memoryview], list[int]]:
+    """Return the pieces that are not empty as flat bytes, and where each ends."""
+    views = [view for view in map(_flat, pieces) if len(view)]
+    return views, list(itertools.accumulate(map(len, views)))
 
 
 def _flat(piece: BytesLike) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 import threading
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ def pattern(size: int, seed: int = 1) -> bytes:
 
 class Gate:
     """A callable for `verify` or `prepare` that blocks its worker until opened."""
+
+    nbytes = math.inf  # nothing for the loop
 
     def __init__(self, result: Any = True) -> None:
         self.entered = threading.Event()

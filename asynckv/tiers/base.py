@@ -30,12 +30,15 @@ class LogBatch(Protocol):
         Whether the clear record is part of it.
     """
 
-    segment: int
     spills: list[Spill]
     tombstones: list[WireKey]
     rest_spills: list[Spill]
     rest_tombstones: list[WireKey]
     clear: bool
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment it went to."""
 
 
 class Tier(Protocol):

@@ -164,6 +164,23 @@ class Directory:
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
 
+    def holder(self) -> int | None:
+        """Return the process that holds the store, 0 for one that cannot be named, None when nobody does.
+
+        Asks without taking or changing anything.
+        """
+        own = _held.get(self._identity)
+        if own == os.getpid():  # opening and closing the file here would drop our own lock
+            return own
+        try:
+            fd = os.open(LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+        except OSError:
+            return None
+        try:
+            return _ask_kernel(fd)
+        finally:
+            os.close(fd)
+
     def unlock(self) -> None:
         """Let go of the lock; the file stays, because removing it would race with the next owner."""
         if self._lock_fd >= 0:
@@ -182,14 +199,22 @@ class Directory:
 
 def _lock_holder(fd: int) -> int | None:
     """Process that holds the lock: asked from the kernel where its struct flock is known, else read from the file."""
-    if sys.platform == "linux" and sys.maxsize > 2**32:
-        with contextlib.suppress(OSError):
-            query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, query))
-            if kind != fcntl.F_UNLCK and pid > 0:
-                return int(pid)
+    pid = _ask_kernel(fd)
+    if pid:
+        return pid
     with contextlib.suppress(OSError):
         text = os.pread(fd, 32, 0).strip()
         if text.isdigit():
             return int(text)
+    return None
+
+
+def _ask_kernel(fd: int) -> int | None:
+    """Process that holds the lock, 0 when it has no number here, None when nobody does or the kernel cannot tell."""
+    if sys.platform == "linux" and sys.maxsize > 2**32:
+        with contextlib.suppress(OSError):
+            query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, query))
+            if kind != fcntl.F_UNLCK:
+                return max(int(pid), 0)
     return None

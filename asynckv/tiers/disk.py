@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError
 from asynckv.tiers.directory import Directory
-from asynckv.tiers.layout import PAGE
+from asynckv.tiers.layout import PAGE, SegmentHeader
 from asynckv.tiers.log import Batch, LogWriter
 from asynckv.tiers.opening import Opening
 from asynckv.tiers.reader import BlockReader
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asynckv.config import Config
     from asynckv.tiers.base import WireKey
     from asynckv.tiers.log import CarryItem
+    from asynckv.tiers.segment import Segment
 
 __all__ = ["DiskTier"]
 
@@ -68,9 +69,7 @@ class DiskTier:
         Damaged blocks found by recovery and when carrying over; those of `read` are for the caller to count.
     """
 
-    def __init__(
-        self, config: Config, table: Table, clock: Clock | None = None, *, directory: Any = None
-    ) -> None:
+    def __init__(self, config: Config, table: Table, clock: Clock | None = None, *, directory: Any = None) -> None:
         self._path = config.directory if directory is None else directory  # type: ignore[attr-defined,unused-ignore]
         self._config = config
         self._table = table
@@ -122,6 +121,7 @@ class DiskTier:
             segment_bytes=config.segment,
             namespace=config.namespace_digest,
             random=config.random,
+            clock=self._clock,
             strict=mode == "strict",
             logger=_log,
         )
@@ -149,6 +149,7 @@ class DiskTier:
             self._reclaimer,
             self._table,
             opening.seals,
+            opening.displaced,
             strict=mode == "strict",
             logger=_log,
         )
@@ -171,11 +172,32 @@ class DiskTier:
             return False
         if head is None:  # of another namespace
             return False
+        known = {segment.number for segment in self._set.own()}
+        for number, _ in head.segments:
+            if number not in known and number >= self._set.oldest_live:
+                opening.damaged(f"segment {number} is missing")
+        for segment in self._set.own():
+            self._vouch(segment)
         self._set.next_number = max(self._set.next_number, head.next_number)
         self._log.sequence = max(self._log.sequence, head.sequence)
         self._table.recovering = False
         self._snapshot_valid = True
         return True
+
+    def _vouch(self, segment: Segment) -> None:
+        """The snapshot names it: it was ours and sealed, whatever its first and last page are now."""
+        segment.sealed = True
+        if segment.header is None:
+            segment.header = SegmentHeader(
+                store_id=self._set.store_id,
+                namespace=self._set.namespace,
+                number=segment.number,
+                oldest_live=0,
+                sequence=0,
+                size=self._config.segment,
+                sealed_upto=0,
+                previous=0,
+            )
 
     async def _drop_snapshot(self) -> None:
         assert self._opening is not None
@@ -216,11 +238,10 @@ class DiskTier:
         await self._reader.close()
         active, self._set.active = self._set.active, None
         try:
-            if active is not None and not active.batches:
-                await self._reclaimer.drop(active)
-            elif active is not None:
+            if active is not None:  # an empty one, too: the seal of the one before names it
                 self._reclaimer.seal_behind(active)
             await self._reclaimer.drain()
+            await self._reclaimer.remove_stillborn()
             whole = not self.recovering and all(s.sealed for s in self._set.own())
             if snapshot and whole and not self._snapshot_valid:
                 await save_snapshot(self._set, self._table, self._log.sequence, _log)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import BLOCK, CHUNK_MAX, CLEAR, TOMBSTONE
-from asynckv.errors import CorruptStoreError
+from asynckv.errors import CorruptStoreError, UnsafeDirectoryError
 from asynckv.tiers.directory import Directory
 from asynckv.tiers.layout import (
     PAGE,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from asynckv._record import Records
 
-__all__ = ["DirectoryReport", "SegmentReport", "inspect_directory", "verify_directory"]
+__all__ = ["DirectoryReport", "SegmentReport", "inspect_directory", "look_at", "verify_directory"]
 
 _Keys = dict[tuple[bytes, int, bytes], tuple[int, int]]  # namespace, key kind, key -> segment, stored bytes; 0 removed
 
@@ -145,6 +145,27 @@ class DirectoryReport:
     def ok(self) -> bool:
         """No damage was found."""
         return not self.all_damage and not self.corrupt_blocks
+
+
+def look_at(path: str | os.PathLike[str]) -> tuple[bool, int | None, str]:
+    """Say what a directory is to us, by its names and its lock alone. Nothing is changed or locked.
+
+    Returns
+    -------
+    is a store, holder, objection
+        The process that has it open: 0 for one that cannot be named, None for nobody. Why it would be refused as a
+        store's directory; empty when it would not.
+    """
+    names = os.listdir(path)
+    store = SUPERBLOCK_NAME in names or any(parse_segment_name(name) is not None for name in names)
+    try:
+        directory = Directory.open(path, create=False)
+    except UnsafeDirectoryError as error:
+        return store, None, str(error)
+    try:
+        return store, directory.holder(), ""
+    finally:
+        directory.close()
 
 
 def inspect_directory(path: str | os.PathLike[str]) -> DirectoryReport:
@@ -362,9 +383,7 @@ class _Inspector:
             self._count(report, records, namespace)
         return True
 
-    def _scan(
-        self, report: SegmentReport, fd: int, seed: int, seal: Seal | None, known: SegmentHeader | Seal
-    ) -> None:
+    def _scan(self, report: SegmentReport, fd: int, seed: int, seal: Seal | None, known: SegmentHeader | Seal) -> None:
         scan = self._run(fd, scan_segment(report.size, seed))
         report.batches = len(scan.batches)
         limit = scan.end if seal is not None else scan.claim[0]

@@ -46,8 +46,8 @@ _SEAL_MAGIC = b"AKVSEAL\x00"
 _SNAPSHOT_MAGIC = b"AKVSNAPS"
 _SUPER = struct.Struct("<16s")
 _SUPER_COPY = 2048
-_SEGMENT = struct.Struct("<16s32sQQQQQ")
-_SEAL = struct.Struct("<16s32sQQQQQQQQQQQ")
+_SEGMENT = struct.Struct("<16s32sQQQQQQ")
+_SEAL = struct.Struct("<16s32sQQQQQQQQQQQQQQ")
 _SNAPSHOT = struct.Struct("<16s32sQQQQQQ")
 _LISTED = struct.Struct("<QQ")
 _CHECKED_FROM = 16
@@ -127,6 +127,8 @@ class SegmentHeader:
         Bytes of the file while it is appended to.
     sealed_upto
         Segments up to this number were sealed and durable, or dead, when this one was created.
+    previous
+        Number of the segment of the same namespace before this one; 0 when there was none.
     """
 
     store_id: bytes
@@ -136,11 +138,19 @@ class SegmentHeader:
     sequence: int
     size: int
     sealed_upto: int
+    previous: int
 
     def encode(self) -> bytes:
         """The page."""
         body = _SEGMENT.pack(
-            self.store_id, self.namespace, self.number, self.oldest_live, self.sequence, self.size, self.sealed_upto
+            self.store_id,
+            self.namespace,
+            self.number,
+            self.oldest_live,
+            self.sequence,
+            self.size,
+            self.sealed_upto,
+            self.previous,
         )
         return _seal_page(_SEGMENT_MAGIC, body, PAGE)
 
@@ -151,7 +161,9 @@ class SegmentHeader:
         if found is None or len(data) < PAGE:
             return None
         header = cls(*_SEGMENT.unpack_from(found[1]))
-        if header.number >= NUMBER_MAX or header.oldest_live > header.number or header.sealed_upto > header.number:
+        if header.number >= NUMBER_MAX or header.previous >= max(header.number, 1):
+            return None
+        if header.oldest_live > header.number or header.sealed_upto > header.number:
             return None
         return header
 
@@ -174,6 +186,10 @@ class Seal:
         Complete batches, and the last one's sequence number.
     records
         Records in the footer.
+    previous, previous_good
+        As in a batch's header.
+    next
+        Number of the segment that was made before this one was sealed; 0 when there was none.
     lossy
         Batches that had been durable were missing when a recovery sealed the segment.
     """
@@ -191,6 +207,9 @@ class Seal:
     batches: int
     last_sequence: int
     records: int
+    previous: int
+    previous_good: int
+    next: int
     lossy: bool = False
 
     def encode(self) -> bytes:
@@ -209,6 +228,9 @@ class Seal:
             self.batches,
             self.last_sequence,
             self.records,
+            self.previous,
+            self.previous_good,
+            self.next,
         )
         return _seal_page(_SEAL_MAGIC, body, PAGE, FLAG_LOSSY if self.lossy else 0)
 

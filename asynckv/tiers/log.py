@@ -9,7 +9,8 @@ Invariants
 * At most one sync runs per segment: after a failed one Linux may call the pages clean, and a second sync that ran
   beside it could report success. A segment whose sync failed takes no more batches, and what was not durable before is
   reverted.
-* Sealing comes after a sync of all batches, so that a seal never speaks of bytes that a power loss can take.
+* Sealing comes after a sync of all batches, so that a seal never speaks of bytes that a power loss can take; and the
+  seal is synced before the file is truncated, so a file without a seal that is short has lost something.
 * The staging buffers belong to the operation until the engine lets go of them.
 """
 
@@ -198,6 +199,8 @@ class LogWriter:
             "synced": segment.synced,
             "good": segment.good,
             "sealed_upto": min(self.set.sealed_upto(), segment.number),
+            "previous": segment.header.previous if segment.header is not None else 0,
+            "previous_good": segment.before.good if segment.before is not None else 0,
         }
         batch = Batch(segment, plan, spills, tombstones, carries, fields)
         self.wanted = batch.rest_spills[0].stored if batch.rest_spills else 0
@@ -231,9 +234,7 @@ class LogWriter:
         buffer = self.staging.take(staging_bytes(plan, spills, carries))
 
         def prepare() -> tuple[Sequence[Any], Any]:
-            buffers, checksums, piece = write_batch(
-                plan, spills, carries, tombstones, buffer, segment.seed, **fields
-            )
+            buffers, checksums, piece = write_batch(plan, spills, carries, tombstones, buffer, segment.seed, **fields)
             return buffers, (checksums, piece)
 
         def on_released() -> None:
@@ -244,8 +245,8 @@ class LogWriter:
 
         def on_done(future: asyncio.Future[Any]) -> None:
             error: BaseException | None = asyncio.CancelledError() if future.cancelled() else future.exception()
-            if error is None and segment.failed:
-                error = DiskError("the segment of this batch failed to sync", operation="write", errno=errno.EIO)
+            if error is None and (segment.failed or segment.retired):
+                error = DiskError("the segment of this batch is given up", operation="write", errno=errno.EIO)
             if error is None:
                 checksums, batch.piece = future.result()
                 batch.state = WRITTEN
@@ -332,8 +333,15 @@ class LogWriter:
 
     # -- sealing -------------------------------------------------------------------------------------------------
 
-    async def seal(self, segment: Segment) -> None:
+    async def seal(self, segment: Segment, following: int = 0) -> None:
         """Close a segment of this session: footer, seal, truncated, durable.
+
+        Parameters
+        ----------
+        segment
+            No longer the active one.
+        following
+            Number of the segment that took its place, 0 for none.
 
         Raises
         ------
@@ -348,12 +356,22 @@ class LogWriter:
         batches = [batch for batch in segment.batches if batch.state == DURABLE]
         last = batches[-1].fields["sequence"] if batches else segment.first_sequence
         pieces = [batch.piece for batch in batches]
-        await self.write_seal(segment, pieces, len(batches), last)
+        good = segment.before.good if segment.before is not None else 0
+        await self.write_seal(segment, pieces, len(batches), last, previous_good=good, following=following)
         segment.batches.clear()
         segment.synced_index = 0
+        segment.before = None
 
     async def write_seal(
-        self, segment: Segment, pieces: list[Any], batches: int, last_sequence: int, *, lossy: bool = False
+        self,
+        segment: Segment,
+        pieces: list[Any],
+        batches: int,
+        last_sequence: int,
+        *,
+        previous_good: int,
+        following: int = 0,
+        lossy: bool = False,
     ) -> None:
         """Write footer and seal at the segment's position, from pieces of batches or parsed records."""
         header = segment.header
@@ -379,6 +397,9 @@ class LogWriter:
                 batches=batches,
                 last_sequence=last_sequence,
                 records=records,
+                previous=header.previous,
+                previous_good=previous_good,
+                next=following,
                 lossy=lossy,
             )
             return [*chunks, seal.encode()], offset + PAGE_BYTES
@@ -387,6 +408,7 @@ class LogWriter:
         segment.hold()
         end = await self.backend.write(file, start, prepare, released=segment.release)
         self.set.bytes_written += end - start
+        await self.backend.sync(file)
         await self.backend.truncate(file, end)
         await self.backend.sync(file)
         segment.size = end

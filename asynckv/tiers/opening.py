@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asynckv.backends.base import Backend
+    from asynckv.clock import Clock
     from asynckv.tiers.directory import Directory
     from asynckv.tiers.reclaim import Reclaimer
 
@@ -56,6 +57,8 @@ class Opening:
     ----------
     set
         The segments, own and foreign.
+    displaced
+        Numbers of segments of this namespace that were met under another name.
     seals
         Seals of the sealed ones of this namespace, by number.
     next_sequence
@@ -75,6 +78,7 @@ class Opening:
         segment_bytes: int,
         namespace: bytes,
         random: Callable[[int], bytes],
+        clock: Clock,
         strict: bool,
         logger: logging.Logger,
     ) -> None:
@@ -84,9 +88,10 @@ class Opening:
         self.strict = strict
         self.logger = logger
         self.set = SegmentSet(
-            backend, cap=cap, segment_bytes=segment_bytes, store_id=b"", namespace=namespace, log=logger
+            backend, cap=cap, segment_bytes=segment_bytes, store_id=b"", namespace=namespace, clock=clock, log=logger
         )
         self.seals: dict[int, Seal] = {}
+        self.displaced: set[int] = set()
         self.next_sequence = 1
         self.snapshot_size = -1
         self.snapshot_charge = 0
@@ -204,6 +209,8 @@ class Opening:
         if seal is not None and (seal.store_id != ours or seal.number != segment.number):
             seal = None
         if header is not None and (header.store_id != ours or header.number != segment.number):
+            if header.store_id == ours and header.namespace == self.set.namespace:
+                self.displaced.add(header.number)
             if seal is None:
                 self.damaged(f"segment {segment.number} belongs to another store or another place")
                 self._add(segment)
@@ -212,7 +219,14 @@ class Opening:
         if header is None and seal is not None:
             self.damaged(f"the header of segment {segment.number} is damaged")
             header = SegmentHeader(
-                seal.store_id, seal.namespace, seal.number, seal.oldest_live, seal.sequence, seal.size, 0
+                store_id=seal.store_id,
+                namespace=seal.namespace,
+                number=seal.number,
+                oldest_live=seal.oldest_live,
+                sequence=seal.sequence,
+                size=seal.size,
+                sealed_upto=0,
+                previous=seal.previous,
             )
         if seal is not None and header is not None and seal.namespace != header.namespace:
             seal = None

@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from asynckv._record import payload_span
 from asynckv.backends.base import ShortTransferError
+from asynckv.tiers.segment import wait_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,5 +205,4 @@ class BlockReader:
 
     async def close(self) -> None:
         """Wait for files that are being opened."""
-        if self._openers:
-            await asyncio.wait(list(self._openers), timeout=self.backend.timeout)
+        await wait_at_most(self.set.clock, self.backend.timeout, list(self._openers))

@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import mmap
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ __all__ = ["Reclaimer"]
 CARRY_GROUP_BYTES = 4 << 20
 CARRY_GROUP_BLOCKS = 1024
 CARRY_READS = 16
+CARRY_HEADERS_BYTES = 4 * PAGE  # header, trailer and rounding of a carried batch
 BATCH_SHARE = 8  # a rotation is due when less than this part of a segment is left for a large batch
 
 
@@ -82,38 +84,53 @@ class Reclaimer:
         share = min(nbytes, self.set.segment_bytes // BATCH_SHARE)
         want = min(max(share, self.log.wanted), self.log.largest_block(self.set.segment_bytes))
         while not self.log.fits(want):
-            await self._rotate()
+            await self._rotate(want)
         if not self.set.has_room() and not self.recovering:
-            await self._restore_reserve()
+            await self._restore_reserve(want)
             while not self.log.fits(want):  # what was carried over took the room
-                await self._rotate()
+                await self._rotate(want)
 
-    async def _rotate(self) -> None:
+    async def _rotate(self, want: int) -> None:
         old, self.set.active = self.set.active, None
-        if old is not None:
-            self.seal_behind(old)
+        following = 0
+        try:
+            await self._new_segment()
+            following = self.set.next_number - 1
+        finally:
+            if old is not None:
+                self.seal_behind(old, following)
+        if not self.recovering and not self.set.has_room():
+            await self._restore_reserve(want)
+
+    async def remove_stillborn(self) -> None:
+        """Remove segments whose birth failed half-way."""
+        for segment in self.set:
+            if segment.stillborn:
+                await self.drop(segment)
+
+    async def _new_segment(self) -> None:
+        await self.remove_stillborn()
+        if self.recovering and (not self.set.has_room() or self.set.has_suspects()):
+            await self.recovered.wait()
         if not self.set.has_room():
-            if self.recovering:
-                await self.recovered.wait()
             while not self.set.has_room():
                 await self._reclaim_oldest(0)
         if self.before_first_segment is not None:
             await self.before_first_segment()
             self.before_first_segment = None
         await self.set.create(self.log.sequence)
-        if not self.recovering and not self.set.has_room():
-            await self._restore_reserve()
 
-    def seal_behind(self, segment: Segment) -> None:
-        """Begin to seal a segment that takes no more batches."""
-        if segment.sealing is None and not segment.sealed and not segment.failed and segment.own:
-            segment.sealing = asyncio.get_running_loop().create_task(self._seal(segment), name="asynckv seal")
+    def seal_behind(self, segment: Segment, following: int = 0) -> None:
+        """Begin to seal a segment that takes no more batches; `following` is the one that took its place."""
+        if segment.sealing is None and not (segment.sealed or segment.failed or segment.retired) and segment.own:
+            sealing = self._seal(segment, following)
+            segment.sealing = asyncio.get_running_loop().create_task(sealing, name="asynckv seal")
             self._sealing.add(segment.sealing)
             segment.sealing.add_done_callback(self._sealing.discard)
 
-    async def _seal(self, segment: Segment) -> None:
+    async def _seal(self, segment: Segment, following: int) -> None:
         try:
-            await self.log.seal(segment)
+            await self.log.seal(segment, following)
         except OSError as error:
             # Left as it is: readable, charged in full, sealed by the next recovery or reclaimed before.
             self.logger.warning("asynckv: sealing a segment failed: %s", error)
@@ -125,8 +142,10 @@ class Reclaimer:
 
     # -- reclaiming ----------------------------------------------------------------------------------------------
 
-    async def _restore_reserve(self) -> None:
-        budget = self.set.segment_bytes // 2 - PAGE
+    async def _restore_reserve(self, want: int) -> None:
+        # What waits to be written must still fit behind what is carried over.
+        left = self.log.largest_block(self.set.segment_bytes) - pages(want) - CARRY_HEADERS_BYTES
+        budget = min(self.set.segment_bytes // 2 - PAGE, left)
         while not self.set.has_room():
             budget -= await self._reclaim_oldest(budget)
 
@@ -149,11 +168,21 @@ class Reclaimer:
 
     async def drop(self, segment: Segment) -> None:
         """Give a segment up with all that is in it, durably."""
+        segment.hold()  # the file stays open: its blocks are served until the table forgets them
+        try:
+            if segment.slot >= 0:
+                with contextlib.suppress(OSError):
+                    await self.set.open_file(segment)
+            await self._forget(segment)
+        finally:
+            segment.release()
+        await self.set.bury(segment)
+
+    async def _forget(self, segment: Segment) -> None:
         await self.set.retire(segment)
         if segment.slot >= 0:
             while self.table.drop_segment(segment.slot):  # noqa: ASYNC110 - no wait, bounded pieces of work
                 await asyncio.sleep(0)
-        await self.set.bury(segment)
 
     # -- carrying over -------------------------------------------------------------------------------------------
 

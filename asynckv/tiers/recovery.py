@@ -119,6 +119,7 @@ class Recovery:
         reclaimer: Reclaimer,
         table: Table,
         seals: dict[int, Seal],
+        displaced: set[int],
         *,
         strict: bool,
         logger: logging.Logger,
@@ -136,7 +137,10 @@ class Recovery:
         self.stopped = False
         self._cut = False  # nothing older than this counts
         self._sealed_upto = 0  # segments up to this number had been sealed
-        self._todo = [segment for segment in segments.own() if segment is not segments.active]
+        self._previous: int | None = None  # the number that the next older segment has to have
+        self._previous_good = 0  # batches that it has to have at least
+        self._displaced = displaced
+        self._present = [segment for segment in segments.own() if segment is not segments.active]
 
     def damaged(self, what: str) -> None:
         """Count a damaged place.
@@ -153,9 +157,10 @@ class Recovery:
 
     async def run(self, progress: Callable[[], None]) -> None:
         """Recover every segment that was there at open."""
-        for segment in reversed(self._todo):
+        for segment in reversed(self._present):
             if self.stopped:
                 break
+            self._check_chain(segment)
             if self._cut or segment.number < self.set.oldest_live:
                 if not await self._drop(segment):
                     break  # the next opening meets the same cut
@@ -168,6 +173,18 @@ class Recovery:
             progress()
             await asyncio.sleep(0)
 
+    def _check_chain(self, segment: Segment) -> None:
+        """Hold a segment against what newer ones say of the one before them: none may be missing between."""
+        if self._cut or segment.number < self.set.oldest_live:
+            return
+        known = {each.number for each in self._present}
+        if any(number > segment.number and number not in known for number in self._displaced):
+            self._cut = True
+            self.damaged("a segment newer than others has lost its name")
+        elif self._previous is not None and segment.number < self._previous:
+            self._cut = True
+            self.damaged(f"segment {self._previous} is missing")
+
     async def _drop(self, segment: Segment) -> bool:
         try:
             await self.reclaimer.drop(segment)
@@ -178,9 +195,19 @@ class Recovery:
 
     async def _segment(self, segment: Segment) -> None:
         header = segment.header
+        if header is not None and self._unknown_to_newer(segment):
+            await self._drop(segment)
+            return
         if header is not None:
             self._sealed_upto = max(self._sealed_upto, header.sealed_upto)
         seal = self.seals.get(segment.number)
+        if seal is not None:
+            if self._previous is None and seal.next > segment.number and seal.next >= self.set.oldest_live:
+                self._cut = True
+                self.damaged(f"segment {seal.next} is missing")
+                await self._drop(segment)
+                return
+            self._previous, self._previous_good = seal.previous, seal.previous_good
         if seal is not None:
             walked = await self._footer(segment, seal)
             if walked is None:
@@ -191,6 +218,10 @@ class Recovery:
         elif segment.number <= self._sealed_upto:
             self.damaged(f"the seal of segment {segment.number} is damaged")
         await self._scan(segment, seal)
+
+    def _unknown_to_newer(self, segment: Segment) -> bool:
+        """Whether newer segments do not know of it: it was given up before they were made."""
+        return self._previous is not None and segment.number > self._previous
 
     # -- sealed segments -----------------------------------------------------------------------------------------
 
@@ -226,19 +257,27 @@ class Recovery:
 
     async def _scan(self, segment: Segment, seal: Seal | None) -> None:
         scan: Scan = await self.reader.run(segment, scan_segment(segment.size, segment.seed))
+        nameless = segment.header is None
         header = self._header(segment, scan)
         if header is None:
             self.damaged(f"segment {segment.number} is unreadable")
             self.set.disown(segment)
             return
+        if nameless and self._unknown_to_newer(segment):
+            await self._drop(segment)
+            return
         for found in scan.batches:
             self._sealed_upto = max(self._sealed_upto, int(found.header.sealed_upto))
             self.set.oldest_live = max(self.set.oldest_live, int(found.header.oldest_live))
         cut = self._loss(segment, header, scan, seal)
+        limit = self._durable_below(scan, seal)
+        if seal is None:
+            self._previous = header.previous
+            self._previous_good = max((int(found.header.previous_good) for found in scan.batches), default=0)
         if cut is not None:
             self.damaged(f"segment {segment.number} lost batches that had been written")
             self._cut = True
-        trusted = await self._verified(segment, scan, 0 if cut is None else cut, seal)
+        trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit)
         for _, records in reversed(trusted):
             if self._apply(segment, records):
                 self._cut = True
@@ -260,6 +299,7 @@ class Recovery:
                 sequence=int(first.sequence),
                 size=self.set.segment_bytes,
                 sealed_upto=min(int(first.sealed_upto), segment.number),
+                previous=min(int(first.previous), segment.number - 1),
             )
             self.damaged(f"the header of segment {segment.number} is damaged")
         return segment.header
@@ -269,15 +309,21 @@ class Recovery:
             return scan.cut(header.sequence, seal.batches, seal.last_sequence)
         if scan.footer_batches >= 0:
             return scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
-        if segment.number <= self._sealed_upto:  # it had a seal and a footer, and both are gone
-            return len(scan.batches)
-        return scan.cut(header.sequence)
+        if segment.number <= self._sealed_upto or segment.size < header.size:
+            return len(scan.batches)  # it had a seal and a footer, and both are gone
+        return scan.cut(header.sequence, self._previous_good)
 
-    async def _verified(
-        self, segment: Segment, scan: Scan, first: int, seal: Seal | None
-    ) -> list[tuple[Found, Records]]:
+    def _durable_below(self, scan: Scan, seal: Seal | None) -> int:
+        """Offset below which every batch is known to have been durable: what is damaged there is no torn write."""
+        if seal is not None:
+            return scan.end
+        limit = scan.claim[0]
+        if 0 < self._previous_good <= len(scan.batches):
+            limit = max(limit, scan.batches[self._previous_good - 1].end)
+        return limit
+
+    async def _verified(self, segment: Segment, scan: Scan, first: int, limit: int) -> list[tuple[Found, Records]]:
         """Parsed batches from one on. Payloads that may be torn are verified; records of torn ones are left out."""
-        limit = scan.end if seal is not None else scan.claim[0]
         result = []
         for found in scan.batches[first:]:
             records = found.records()
@@ -293,22 +339,22 @@ class Recovery:
             result.append((found, records))
         return result
 
-    async def _reseal(
-        self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, lossy: bool
-    ) -> None:
-        """Give the segment a seal, or remove it when there is nothing in it."""
+    async def _reseal(self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, lossy: bool) -> None:
+        """Give the segment a seal; an empty one as well, because others may name it."""
         if segment.sealed and not self.damage:
             return
         try:
-            if not trusted and not lossy:
-                await self.reclaimer.drop(segment)
-                return
             file = await self.set.open_file(segment)
             await self.set.backend.sync(file)
             segment.position = scan.end
             last = trusted[-1][0].header.sequence if trusted else (segment.header.sequence if segment.header else 0)
             await self.log.write_seal(
-                segment, [records for _, records in trusted], len(trusted), int(last), lossy=lossy
+                segment,
+                [records for _, records in trusted],
+                len(trusted),
+                int(last),
+                previous_good=max((int(found.header.previous_good) for found in scan.batches), default=0),
+                lossy=lossy,
             )
         except OSError as error:
             self.logger.warning("asynckv: a recovered segment could not be sealed: %s", error)

@@ -36,15 +36,35 @@ from asynckv.tiers.layout import (
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from asynckv.backends.base import Backend, File
+    from asynckv.clock import Clock
     from asynckv.tiers.log import Batch
 
 __all__ = ["SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
 
 SEGMENTS_MAX = 1024
 OPEN_FILES_MAX = 64
+
+
+async def wait_at_most(clock: Clock, seconds: float, futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait for futures, but not for longer than so many seconds of a clock."""
+    loop = asyncio.get_running_loop()
+    gate: asyncio.Future[None] = loop.create_future()
+
+    def shut() -> None:
+        if not gate.done():
+            gate.set_result(None)
+
+    timer = clock.call_later(loop, seconds, shut)
+    try:
+        pending = {future for future in futures if not future.done()}
+        while pending and not gate.done():
+            await asyncio.wait({gate, *pending}, return_when=asyncio.FIRST_COMPLETED)
+            pending = {future for future in pending if not future.done()}
+    finally:
+        timer.cancel()
 
 
 class Segment:
@@ -64,6 +84,8 @@ class Segment:
         Bytes it takes: the greater of its size and what is allocated.
     sealed
         Complete, durable and closed to appends.
+    stillborn
+        Its birth failed half-way: it is to be removed before the next one is made.
     failed
         A sync failed: no more appends, and nothing past `synced` is relied on.
     retired
@@ -78,6 +100,7 @@ class Segment:
 
     __slots__ = (
         "batches",
+        "before",
         "body_sum",
         "charge",
         "failed",
@@ -97,6 +120,7 @@ class Segment:
         "seed",
         "size",
         "slot",
+        "stillborn",
         "sync_lock",
         "synced",
         "synced_index",
@@ -121,6 +145,7 @@ class Segment:
         self.sealed = False
         self.sealing: asyncio.Task[None] | None = None
         self.failed = False
+        self.stillborn = False
         self.retired = False
         self.position = PAGE
         self.body_sum = 0
@@ -129,6 +154,7 @@ class Segment:
         self.synced = PAGE
         self.synced_index = 0
         self.good = 0
+        self.before: Segment | None = None  # the one before in this namespace, while it may be needed
         self.sync_lock = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -176,9 +202,18 @@ class SegmentSet:
     """
 
     def __init__(
-        self, backend: Backend, *, cap: int, segment_bytes: int, store_id: bytes, namespace: bytes, log: logging.Logger
+        self,
+        backend: Backend,
+        *,
+        cap: int,
+        segment_bytes: int,
+        store_id: bytes,
+        namespace: bytes,
+        clock: Clock,
+        log: logging.Logger,
     ) -> None:
         self.backend = backend
+        self.clock = clock
         self.cap = cap
         self.segment_bytes = segment_bytes
         self.store_id = store_id
@@ -238,6 +273,11 @@ class SegmentSet:
         if segment.slot >= 0 and not segment.users:
             self._slots[segment.slot] = None
             segment.slot = -1
+
+    def has_suspects(self) -> bool:
+        """Whether a file of unknown content may be the newest segment: the next one has to name the one before."""
+        own = self.own()
+        return bool(own) and own[-1].header is None
 
     def sealed_upto(self) -> int:
         """The highest number up to which all segments of ours are sealed."""
@@ -336,6 +376,7 @@ class SegmentSet:
         """
         number = self.next_number
         self.next_number = number + 1
+        own = self.own()
         header = SegmentHeader(
             store_id=self.store_id,
             namespace=self.namespace,
@@ -344,6 +385,7 @@ class SegmentSet:
             sequence=sequence,
             size=self.segment_bytes,
             sealed_upto=min(self.sealed_upto(), number - 1),
+            previous=own[-1].number if own else 0,
         )
         if self.spare is None or self.spare.file is None:
             await self._make_spare()
@@ -372,19 +414,19 @@ class SegmentSet:
         segment = Segment(number, self.segment_bytes, spare.charge, header=header, own=True)
         segment.file = file
         segment.first_sequence = sequence
+        segment.before = own[-1] if own else None
         self._open += 1
         try:
             await self.backend.rename(SPARE_NAME, segment.name)
+            await self.backend.sync_directory()
         except BaseException:
-            segment.own = False  # under which name it is, the next opening finds out; it counts, and is reclaimed
+            # Under which name it is nobody knows. It counts, and no later segment may name it as the one before,
+            # because it may be gone after a crash.
+            segment.own = False
+            segment.stillborn = True
             self.add(segment)
             raise
         self.add(segment)
-        try:
-            await self.backend.sync_directory()
-        except BaseException:
-            segment.failed = True
-            raise
         self.active = segment
         return segment
 
@@ -461,7 +503,7 @@ class SegmentSet:
         self._orphans.add(segment)
         if segment.users:
             segment.idle = asyncio.get_running_loop().create_future()
-            await asyncio.wait([segment.idle], timeout=self.backend.timeout)
+            await wait_at_most(self.clock, self.backend.timeout, [segment.idle])
         if segment.users:
             # An operation is stuck. The file may not be reused: it loses its name, and stays charged until it is free.
             if segment.name == SPARE_NAME:
@@ -503,5 +545,4 @@ class SegmentSet:
         if self.spare is not None and self.spare.file is not None:
             self._close_quietly(self.spare.file)
             self.spare.file = None
-        if self._closers:
-            await asyncio.wait(list(self._closers), timeout=self.backend.timeout)
+        await wait_at_most(self.clock, self.backend.timeout, list(self._closers))

@@ -19,6 +19,7 @@ import uvloop
 
 from asynckv.backends import ShortTransferError, ThreadsBackend, create_backend
 from asynckv.backends import transfer as transfer_module
+from asynckv.backends.aio import AiofilesBackend
 from asynckv.backends.files import Files
 from asynckv.errors import DiskError
 from asynckv.testing import (
@@ -33,6 +34,7 @@ from asynckv.testing import (
     short,
 )
 from asynckv.testing.contract import BackendContract
+from asynckv.testing.fakering import FakeRing
 from asynckv.testing.tools import PAGE, Ends, aligned, pattern, turns
 
 
@@ -46,6 +48,69 @@ class TestThreadsNarrow(BackendContract):
 
     def make(self, **options):
         return ThreadsBackend(readers=1, writers=1, **options)
+
+
+class TestAiofiles(BackendContract):
+    def make(self, **options):
+        return AiofilesBackend(**options)
+
+
+class RingContract(BackendContract):
+    """The ring; skipped, loudly, where there is none."""
+
+    @pytest.fixture(autouse=True)
+    def _ring(self):
+        try:
+            from asynckv import _uring
+
+            _uring.probe()
+        except (ImportError, OSError) as error:
+            pytest.skip(f"NO RING HERE ({error}): the io_uring engine is NOT checked in this run")
+
+    def make(self, **options):
+        from asynckv.backends.uring import UringBackend
+
+        return UringBackend(**options)
+
+
+class TestUring(RingContract):
+    pass
+
+
+class TestUringWorkers(RingContract):
+    """Nothing is verified or prepared on the loop."""
+
+    def make(self, **options):
+        return super().make(inline_bytes=0, readers=1, writers=1, **options)
+
+
+class TestUringNarrow(RingContract):
+    """Two entries, registered files."""
+
+    def make(self, **options):
+        return super().make(entries=2, registered_files=True, **options)
+
+
+class TestUringRefusedLater(RingContract):
+    """The ring is refused at its first real use, and everything happens in threads."""
+
+    def make(self, **options):
+        backend = super().make(ring_factory=self.refusing, **options)
+        return backend
+
+    @staticmethod
+    def refusing(entries):
+        return FakeRing(entries, script=Script().add("enter", error(errno.EPERM), nth=2, sticky=True))
+
+
+class TestFakeRing(RingContract):
+    def make(self, **options):
+        return super().make(ring_factory=FakeRing, **options)
+
+
+class TestFaultyUring(RingContract):
+    def make(self, **options):
+        return FaultyBackend(super().make(**options), clock=options.get("clock"))
 
 
 class TestFaultyWithoutFaults(BackendContract):
@@ -350,7 +415,8 @@ def test_bad_options(options):
 
 
 def test_engines_by_name():
-    assert create_backend("threads").name == create_backend().name == "threads"
+    for name in ("threads", "aiofiles", "io_uring", "auto"):
+        assert create_backend(name).name == name
     with pytest.raises(ValueError, match="engine"):
         create_backend("steam")
 

@@ -201,6 +201,34 @@ async def test_a_cancelled_batch_leaves_no_pin(tmp_path):
         assert bytes(await cache.get(39)) == payload(39)
 
 
+@pytest.mark.parametrize("change", ["delete", "overwrite"])
+async def test_a_key_that_goes_while_its_batch_waits_for_room_does_not_spoil_the_rest(tmp_path, change):
+    items = {100: payload(100, 0, 3 * BLOCK), 101: payload(101, 0, 5000), 102: payload(102, 0, BLOCK)}
+    await fill(tmp_path / "kv", items, **SMALL)
+    async with asynckv.open(tmp_path / "kv", memory=4 * BLOCK, disk="16MiB", room_timeout=5.0) as cache:
+        held = []
+        for key, block in blocks(2).items():
+            await cache.put(key, block)
+            held.append(await cache.get(key))
+        batch = asyncio.create_task(cache.get_many([100, 101, 102]))
+        await asyncio.sleep(0.02)
+        assert not batch.done()
+        if change == "delete":
+            assert await cache.delete(100)
+        else:
+            assert await cache.put(100, b"small")
+        await asyncio.sleep(0.02)
+        held.clear()
+        async with asyncio.timeout(5):
+            first, second, third = await batch
+        assert first is None if change == "delete" else bytes(first) == b"small"
+        assert bytes(second) == items[101]
+        assert bytes(third) == items[102]
+        del first, second, third, batch
+        await settle(cache)
+        check_idle(cache)
+
+
 async def test_a_request_reads_its_keys_and_stores_what_is_missing(tmp_path):
     async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
         await cache.put_many([(key, payload(key, 0, 4 * KIB)) for key in range(3)])

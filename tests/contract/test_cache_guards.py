@@ -208,6 +208,34 @@ async def test_stats_and_closed_work_from_anywhere_at_any_time(tmp_path):
     assert cache.stats().puts == 1
 
 
+def test_plain_calls_while_the_loop_stands_still_work_or_change_nothing(tmp_path):
+    with asyncio.Runner() as runner:
+
+        async def opening() -> asynckv.Cache:
+            async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+                await cache.put_many(blocks(4).items())
+            return await asynckv.open(tmp_path / "kv", **SMALL)
+
+        cache = runner.run(opening())
+        refused = 0
+        for call in PLAIN.values():
+            try:
+                call(cache)
+            except RuntimeError:
+                refused += 1
+
+        async def rest() -> None:
+            for key in range(4):
+                assert bytes(await cache.get(key)) == payload(key)
+            check_idle(cache)
+            await cache.clear()
+            assert check_idle(cache).memory_used == 0
+            await cache.close()
+
+        runner.run(rest())
+        assert refused <= 1, "only prefetch has to have the loop running"
+
+
 def test_an_unknown_option_is_a_type_error_at_once(tmp_path):
     with pytest.raises(TypeError, match="memroy"):
         asynckv.open(tmp_path / "kv", memroy="1MiB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from storekit import BLOCK, blocks, fill, payload
+from storekit import BLOCK, blocks, fill, payload, recovered
 
 import asynckv
 
@@ -48,6 +48,7 @@ async def test_no_namespace_sees_the_blocks_of_another_after_a_restart(tmp_path)
         await fill(tmp_path / "kv", {1: payload(1, number, 500), "own": b"%d" % number}, **SMALL, namespace=namespace)
     for number, namespace in enumerate(EVERY):
         async with asynckv.open(tmp_path / "kv", **SMALL, namespace=namespace) as cache:
+            await recovered(cache)
             assert len(cache) == 2
             assert bytes(await cache.get(1)) == payload(1, number, 500)
             assert bytes(await cache.get("own")) == b"%d" % number
@@ -105,6 +106,7 @@ async def test_deletes_touch_their_own_namespace_only(tmp_path):
     async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
         assert await cache.delete_many(range(4)) == 4
     async with asynckv.open(tmp_path / "kv", **SMALL, namespace=A) as cache:
+        await recovered(cache)
         assert sorted(cache.keys()) == [0, 1, 2, 3]
 
 

@@ -26,6 +26,7 @@ from storekit import (
     fill,
     payload,
     read_all,
+    recovered,
     settle,
 )
 
@@ -143,6 +144,7 @@ async def test_a_cancelled_flush_does_not_spoil_the_next_one(tmp_path):
         await cache.flush()
         image = crash_image(tmp_path / "kv", tmp_path / "image")
     async with asynckv.open(image, **SMALL) as cache:
+        await recovered(cache)
         assert sorted(cache.keys()) == list(range(10))
 
 
@@ -331,7 +333,9 @@ async def test_clear_while_the_store_recovers_clears_what_was_not_found_yet(tmp_
         await asyncio.sleep(0.1)
         assert [key for key in range(1000) if await cache.get(key) is not None] == [7]
     async with asynckv.open(image, memory="1MiB", disk="64MiB", segment="256KiB") as cache:
+        await recovered(cache)
         assert cache.keys() == [7]
+        assert bytes(await cache.get(7)) == payload(7, 1, 8 * KIB)
 
 
 WRITER = """

@@ -39,6 +39,7 @@ class Worker:
         self.options = options
         self.next = versions
         self.now: list[int | None] = [None] * len(versions)
+        self.known = [False] * len(versions)  # changed or seen by this process
         self.random = random.Random(options.seed)
         self.flushes = 0
         self.budget = options.operations
@@ -48,11 +49,26 @@ class Worker:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    async def change_at_once(self) -> None:
+        """Put, delete and flush some keys while the store still recovers, before anything was read."""
+        for index in self.random.sample(range(len(self.next)), self.random.randrange(12)):
+            self.known[index] = True
+            what = self.random.random()
+            if what < 0.8:
+                await self._put(index)
+            if what > 0.6:
+                await self._delete(index)
+            if self.random.random() < 0.1:
+                await self._flush()
+
     async def look(self) -> None:
         """Read every key of the store as it was found."""
         order = list(range(len(self.next)))
         self.random.shuffle(order)
         for index in order:
+            if self.known[index]:
+                await self._get(index)
+                continue
             block = await self.cache.get(values.key_of(index))
             try:
                 version = None if block is None else values.version_of(index, block)
@@ -158,6 +174,8 @@ async def main(options: argparse.Namespace, versions: list[int]) -> None:
     )  # fmt: skip
     tell("phase opened")
     worker = Worker(cache, options, versions)
+    if options.seed % 2:
+        await worker.change_at_once()
     await worker.look()
     tell("phase verified")
     await worker.work()

@@ -276,7 +276,7 @@ def _flip(golden: Golden, draw: random.Random) -> tuple[str, Image]:
 def test_flipped_bytes(lab: Lab, clean: bool) -> None:
     draw = random.Random(seed())
     golden = lab.golden(clean=clean)
-    found = check_all(lab, golden, "flips", [_flip(golden, draw) for _ in range(samples(250))])
+    found = check_all(lab, golden, "flips", [_flip(golden, draw) for _ in range(samples(160))])
     lost = sorted(each.lost for each in found)
     assert lost[len(lost) // 2] <= 1
 
@@ -288,7 +288,7 @@ def test_flips_in_every_header_byte_range(lab: Lab, clean: bool) -> None:
     golden = lab.golden(clean=clean)
     damaged = []
     places = pages(golden.image)
-    for _ in range(samples(120)):
+    for _ in range(samples(60)):
         name, page = draw.choice(places)
         offset = page + draw.randrange(min(160, len(golden.image[name]) - page))
         value = bytes(draw.randrange(256) for _ in range(draw.choice([1, 2, 4, 8])))
@@ -388,7 +388,7 @@ def test_swapped_payloads(lab: Lab, clean: bool) -> None:
     ]
     assert any(one[0] == other[0] for _, one, other in pairs)
     damaged = []
-    for size, one, other in draw.sample(pairs, min(len(pairs), samples(80))):
+    for size, one, other in draw.sample(pairs, min(len(pairs), samples(60))):
         first = golden.image[one[2]][one[3] : one[3] + size]
         second = golden.image[other[2]][other[3] : other[3] + size]
         image = patched(patched(golden.image, one[2], one[3], second), other[2], other[3], first)
@@ -402,7 +402,7 @@ def test_swapped_pages(lab: Lab, clean: bool) -> None:
     golden = lab.golden(clean=clean)
     places = pages(golden.image, lambda name: name.endswith(".seg"))
     damaged = []
-    for _ in range(samples(80)):
+    for _ in range(samples(60)):
         one, other = draw.sample(places, 2)
         first, second = (golden.image[name][offset : offset + PAGE] for name, offset in (one, other))
         image = patched(patched(golden.image, *one, second), *other, first)
@@ -417,7 +417,7 @@ def test_doubled_pages(lab: Lab, clean: bool) -> None:
     golden = lab.golden(clean=clean)
     places = pages(golden.image, lambda name: name.endswith(".seg"))
     damaged = []
-    for _ in range(samples(80)):
+    for _ in range(samples(60)):
         (name, offset), target = draw.sample(places, 2)
         page = golden.image[name][offset : offset + PAGE]
         damaged.append((f"page {(name, offset)} over {target}", patched(golden.image, *target, page)))
@@ -427,6 +427,7 @@ def test_doubled_pages(lab: Lab, clean: bool) -> None:
 @both
 def test_swapped_segments(lab: Lab, clean: bool) -> None:
     """Two segment files exchange names; one is copied to a newer number."""
+    draw = random.Random(seed())
     golden = lab.golden(clean=clean)
     names = segments(golden.image)
     damaged = []
@@ -436,7 +437,7 @@ def test_swapped_segments(lab: Lab, clean: bool) -> None:
             damaged.append((f"{one} and {other} exchanged", image))
         newer = f"{int(names[-1].split('.')[0]) + 1 + at:016d}.seg"
         damaged.append((f"{one} copied to {newer}", {**golden.image, newer: golden.image[one]}))
-    check_all(lab, golden, "swapped segments", damaged)
+    check_all(lab, golden, "swapped segments", draw.sample(damaged, min(len(damaged), samples(50))))
 
 
 @both
@@ -466,7 +467,8 @@ def test_foreign_segments(lab: Lab, clean: bool) -> None:
     assert not found.problems
     damaged = []
     for name in segments(foreign.image):
-        damaged.append((f"foreign {name}", {**golden.image, name: foreign.image[name]}))
+        if clean or name != segments(golden.image)[-1]:
+            damaged.append((f"foreign {name}", {**golden.image, name: foreign.image[name]}))
         newer = f"{int(name.split('.')[0]) + 1000:016d}.seg"
         damaged.append((f"foreign {name} as {newer}", {**golden.image, newer: foreign.image[name]}))
     damaged.append(("foreign snapshot", {**golden.image, "index.snap": foreign.image["index.snap"]}))

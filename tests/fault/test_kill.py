@@ -10,6 +10,7 @@ ASYNCKV_TEST_SCALE multiplies the number of kills (17 gives 204), ASYNCKV_TEST_S
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -20,9 +21,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_history import History, scale, seed
+
+import asynckv
 
 WORKER = Path(__file__).with_name("kill_worker.py")
 KILLS = 12
@@ -127,6 +131,12 @@ class Run:
             self.wrong.append(line)
 
 
+def copy_of_killed(store: Path, target: Path) -> None:
+    """Copy an open store as a kill would leave it. The lock stays behind: closing it here would drop our own."""
+    shutil.copytree(store, target, ignore=shutil.ignore_patterns("lock"))
+    target.chmod(0o700)
+
+
 class Campaign:
     """Kills of one kind of store; a new directory whenever the old one has been written half full."""
 
@@ -194,6 +204,51 @@ def test_flushed_blocks_survive_kill(tmp_path: Path) -> None:
     )
     assert campaign.kills >= round(KILLS * scale()) * 0.7  # a few runs end before their moment comes
     assert campaign.acknowledged > 0
+
+
+async def test_delete_of_a_block_put_while_recovering(tmp_path: Path) -> None:
+    """The log holds an older block of the key, which recovery meets after the put: the delete needs its tombstone."""
+    options: dict[str, Any] = {"memory": "1MiB", "disk": "16MiB"}
+    cache = await asynckv.open(tmp_path / "first", **options)
+    assert await cache.put(3, b"old" * 100)
+    await cache.flush()
+    copy_of_killed(tmp_path / "first", tmp_path / "killed")
+    await cache.close()
+    cache = await asynckv.open(tmp_path / "killed", **options)
+    assert await cache.put(3, b"new" * 100)
+    assert await cache.delete(3)
+    copy_of_killed(tmp_path / "killed", tmp_path / "killed again")
+    await cache.close()
+    async with asynckv.open(tmp_path / "killed again", **options) as cache:
+        assert await cache.get(3) is None
+
+
+async def test_flush_while_recovery_drops_an_empty_segment(tmp_path: Path) -> None:
+    """Killed right after it made a segment: recovery gives that file up while the first flush makes a new one."""
+    options: dict[str, Any] = {"memory": "1MiB", "disk": "16MiB", "segment": "256KiB"}
+    cache = await asynckv.open(tmp_path / "first", **options)
+    assert await cache.put(1, b"one" * 100)
+    await cache.flush()
+    copy_of_killed(tmp_path / "first", tmp_path / "killed")
+    await cache.close()
+    newest = sorted((tmp_path / "killed").glob("*.seg"))[-1]
+    newest.write_bytes(newest.read_bytes()[:4096].ljust(newest.stat().st_size, b"\0"))
+    for number in range(round(60 * scale())):
+        store, again = tmp_path / f"store-{number}", tmp_path / f"again-{number}"
+        copy_of_killed(tmp_path / "killed", store)
+        cache = await asynckv.open(store, **options)
+        await asyncio.sleep(number % 20 * 0.0002)
+        assert await cache.put(2, b"two" * 100)
+        await cache.flush()
+        copy_of_killed(store, again)
+        await cache.close()
+        async with asynckv.open(again, **options) as cache:
+            block = await cache.get(2)
+            assert block is not None, f"try {number}: a flushed block is lost"
+            assert bytes(block) == b"two" * 100
+            del block
+        shutil.rmtree(store)
+        shutil.rmtree(again)
 
 
 @pytest.mark.timeout(3600)

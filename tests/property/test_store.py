@@ -210,8 +210,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(keys, max_size=4))
     def prefetch_and_touch(self, wanted: list[Any]) -> None:
-        self.cache.prefetch(wanted)
-        self.cache.touch(wanted)
+        async def call() -> None:
+            self.cache.prefetch(wanted)
+            self.cache.touch(wanted)
+
+        self.run(call())
 
     @rule(key=keys, size=sizes, turns=st.integers(0, 4))
     def cancelled_put(self, key: Any, size: int, turns: int) -> None:

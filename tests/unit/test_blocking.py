@@ -252,6 +252,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=60,
         cwd=ROOT,
+        env={**os.environ, "ASYNCKV_ENGINE": "threads"},  # no warning where the kernel forbids io_uring
     )
 
 

@@ -153,7 +153,7 @@ def test_match_prefix_and_disk_readable():
     assert table.match_prefix(range(10)) == 5
     assert table.match_prefix([9, 0]) == 0
     assert table.length == 5
-    assert table.where(3) == (0, 3 * 4096, 10, 9, 64)
+    assert table.where(3) == (0, 3 * 4096, 10, 9)
     assert table.where(0) is None
     assert table.payload_size(3) == 10
     assert table.state(3) == 2

@@ -50,7 +50,7 @@ def test_spill_and_reload():
         table.finish_spill(spill, True, 3, 8192, 77)
     assert table.segment_live(3) == (1, 40_000)
     evict_all(table)
-    assert table.where(1) == (3, 8192, 40_000, 77, 40_960)
+    assert table.where(1) == (3, 8192, 40_000, 77)
     assert (table.memory_blocks, table.disk_blocks, table.length) == (0, 1, 1)
     assert table.get(1) is None
     loading = load(table, 1)

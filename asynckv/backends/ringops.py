@@ -1,0 +1,287 @@
+"""The operations of the ``io_uring`` engine: what they ask of the ring and of a worker, and the memory they borrow."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Any
+
+from asynckv.backends.operations import Op
+from asynckv.backends.transfer import BOUNCE_BYTES, IOV_MAX, Scratch, flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asynckv.backends.base import File, Prepare
+    from asynckv.backends.transfer import Request, Steps
+    from asynckv.backends.uring import UringBackend
+
+__all__ = ["SMALL_BYTES", "BouncePool", "NoBounceError", "RingOp", "RingRead", "RingSync", "RingWrite"]
+
+# A buffered request is copied while it is submitted, 2 to 10 GB/s; a direct one has its pages pinned, which is some ten
+# times as fast.
+BUFFERED_REQUEST = 1 << 20
+DIRECT_REQUEST = 8 << 20
+DIRECT_SHARE = 8
+SYNC_SHARE = 16 << 10
+SMALL_BYTES = 64 << 10
+
+
+class NoBounceError(Exception):
+    """No bounce buffer is free."""
+
+
+class BouncePool:
+    """Page-aligned memory for transfers that direct I/O does not take as they are.
+
+    Parameters
+    ----------
+    limit
+        Bytes that `take` hands out at a time; there is always room for one.
+    returned
+        Called when one comes back.
+    """
+
+    def __init__(self, limit: int, returned: Callable[[], object]) -> None:
+        self.limit = limit
+        self.used = 0
+        self.returned = returned
+        self._free: dict[int, list[memoryview]] = {SMALL_BYTES: [], BOUNCE_BYTES: []}
+
+    def take(self, size: int, *, beyond: bool = False) -> memoryview:
+        """Return a buffer for transfers of a size, maybe in parts.
+
+        Raises
+        ------
+        NoBounceError
+            There is none, and `beyond` does not allow to go beyond the limit.
+        """
+        count = SMALL_BYTES if size <= SMALL_BYTES else BOUNCE_BYTES
+        if self.used and self.used + count > self.limit and not beyond:
+            raise NoBounceError
+        self.used += count
+        free = self._free[count]
+        return free.pop() if free else memoryview(mmap.mmap(-1, count))
+
+    def give(self, view: memoryview) -> None:
+        """Take a buffer back."""
+        self.used -= len(view)
+        free = self._free[len(view)]
+        if (len(free) + 1) * len(view) <= self.limit // 2:
+            free.append(view)
+        self.returned()
+
+
+class _OpScratch(Scratch):
+    """The bounce buffer of one operation."""
+
+    __slots__ = ("pool", "size", "taken")
+
+    def __init__(self, pool: BouncePool, size: int, taken: memoryview | None) -> None:
+        super().__init__()
+        self.pool = pool
+        self.size = size
+        self.taken = taken
+
+    def view(self) -> memoryview:
+        """Return the buffer; valid until `give`."""
+        if self.taken is None:  # not foreseen: only this address was refused
+            self.taken = self.pool.take(self.size, beyond=True)
+        return self.taken
+
+    def give(self) -> None:
+        """Return it to the pool; once."""
+        taken, self.taken = self.taken, None
+        if taken is not None:
+            self.pool.give(taken)
+
+
+class RingOp(Op):
+    """What the operations on a ring share.
+
+    Attributes
+    ----------
+    token
+        The ring's name of the request in the kernel, 0 when there is none.
+    steps
+        The transfer, when one request is not enough; `request` is what it wants next.
+    scratch
+        The bounce buffer.
+    direct
+        Whether the file was direct when the first request was made.
+    wanted
+        The result that means that one request did it all.
+    moved
+        Whether the bytes are where they should be.
+    """
+
+    __slots__ = ("direct", "moved", "request", "scratch", "steps", "token", "wanted")
+    engine: UringBackend
+    file: File
+    token: int
+    steps: Steps | None
+    request: Request | None
+    scratch: _OpScratch | None
+    direct: bool
+    wanted: float
+    moved: bool
+
+    def begin(self, ring: Any) -> int:
+        """Queue the first request; its share of a turn in bytes, -1 when there is nothing to do.
+
+        Raises
+        ------
+        NoBounceError
+            It has to wait for a bounce buffer.
+        """
+        raise NotImplementedError
+
+    def again(self, ring: Any) -> int:
+        """Queue the request that the steps want; its share."""
+        request = self.request
+        assert isinstance(request, tuple)
+        self.request = None
+        writes, views, offset = request
+        fd = self.file.fd
+        self.token = ring.write(self, fd, views, offset) if writes else ring.read(self, fd, views[0], offset)
+        size = sum(map(len, views))
+        return size // DIRECT_SHARE if self.direct else size
+
+    def plan(self, bounce: memoryview | None) -> Steps:
+        """Make the steps of a transfer that one request does not do."""
+        raise NotImplementedError
+
+    def begin_steps(self, ring: Any, odd: bool, size: int) -> int:
+        """Queue the first request of the steps, which there is; `odd` ones need a bounce buffer."""
+        bounce = None
+        if odd:
+            bounce = self.engine.bounces.take(min(size + 2 * self.engine.alignment, BOUNCE_BYTES))
+        self.steps = self.plan(bounce)
+        try:
+            self.request = next(self.steps)
+        except StopIteration:
+            return -1
+        return self.again(ring)
+
+    def restart(self) -> None:
+        """Forget how far the transfer got; it is whole or nothing, and doing it twice does no harm."""
+        if self.steps is not None:
+            self.steps.close()
+        self.steps = self.request = None
+        self.token = 0
+        if self.scratch is not None:
+            self.scratch.give()
+            self.scratch = None
+
+    def forget(self) -> None:
+        if self.scratch is not None or self.steps is not None:
+            self.restart()
+        super().forget()
+
+
+class RingRead(RingOp):
+    """Fill a buffer through the ring and verify it."""
+
+    __slots__ = ("buffer", "offset", "verify")
+    kind = "read"
+    offset: int
+    buffer: memoryview | None
+    verify: Callable[[memoryview], bool] | None
+
+    def begin(self, ring: Any) -> int:
+        buffer, file, offset = self.buffer, self.file, self.offset
+        assert buffer is not None
+        direct = self.direct = file.direct and self.engine.transfers.uses_direct(file)
+        size = len(buffer)
+        odd = direct and (offset | size) & (self.engine.transfers.alignment - 1) != 0
+        if odd or size > (DIRECT_REQUEST if direct else BUFFERED_REQUEST):
+            return self.begin_steps(ring, odd, size)
+        self.wanted = size
+        self.token = ring.read(self, file.fd, buffer, offset)
+        return size // DIRECT_SHARE if direct else size
+
+    def plan(self, bounce: memoryview | None) -> Steps:
+        assert self.buffer is not None
+        self.scratch = _OpScratch(self.engine.bounces, len(self.buffer), bounce)
+        limit = DIRECT_REQUEST if self.direct else BUFFERED_REQUEST
+        return self.engine.transfers.read_steps(self.file, self.offset, self.buffer, self.scratch, limit)
+
+    def run(self, scratch: Scratch) -> bool:
+        """Verify what the ring has read; read it first, when there is no ring any more."""
+        buffer = self.buffer
+        assert buffer is not None
+        if not self.moved:
+            self.engine.transfers.read(self.file, self.offset, buffer, scratch)
+        return True if self.verify is None else self.verify(buffer)
+
+    def forget(self) -> None:
+        super().forget()
+        self.buffer = self.verify = None
+
+
+class RingWrite(RingOp):
+    """Prepare pieces, on the loop or in a worker, and write them through the ring."""
+
+    __slots__ = ("ends", "offset", "prepare", "value", "views")
+    kind = "write"
+    offset: int
+    prepare: Prepare | None
+    views: list[memoryview] | None  # the pieces that are not empty, once they are known
+    ends: list[int]  # where each ends, counted from the start of the first
+    value: Any  # the result
+
+    def begin(self, ring: Any) -> int:
+        file, offset, views, ends = self.file, self.offset, self.views, self.ends
+        assert views is not None
+        direct = self.direct = file.direct and self.engine.transfers.uses_direct(file)
+        if not ends:
+            return -1
+        size = ends[-1]
+        mask = self.engine.transfers.alignment - 1
+        odd = direct and (offset & mask != 0 or any(end & mask for end in ends))
+        if odd or size > (DIRECT_REQUEST if direct else BUFFERED_REQUEST) or len(views) > IOV_MAX:
+            return self.begin_steps(ring, odd, size)
+        self.wanted = size
+        self.token = ring.write(self, file.fd, views, offset)
+        return size // DIRECT_SHARE if direct else size
+
+    def plan(self, bounce: memoryview | None) -> Steps:
+        assert self.views is not None
+        self.scratch = _OpScratch(self.engine.bounces, self.ends[-1], bounce)
+        limit = DIRECT_REQUEST if self.direct else BUFFERED_REQUEST
+        return self.engine.transfers.write_steps(
+            self.file, self.offset, self.views, self.ends, self.scratch, limit
+        )
+
+    def run(self, scratch: Scratch) -> Any:
+        """Prepare, once; and write, when there is no ring any more."""
+        prepare, self.prepare = self.prepare, None
+        if prepare is not None:
+            pieces, self.value = prepare() if callable(prepare) else (prepare, None)
+            self.views, self.ends = flatten(pieces)
+        if not self.engine.ring_works:
+            assert self.views is not None
+            self.engine.transfers.write(self.file, self.offset, self.views, scratch)
+            self.moved = True
+        return self.value
+
+    def forget(self) -> None:
+        super().forget()
+        self.prepare = self.views = self.value = None
+        self.ends = []
+
+
+class RingSync(RingOp):
+    """Make a file durable through the ring."""
+
+    __slots__ = ()
+    kind = "sync"
+
+    def begin(self, ring: Any) -> int:
+        self.wanted = 0
+        self.direct = self.file.direct
+        self.token = ring.fsync(self, self.file.fd)
+        return SYNC_SHARE
+
+    def run(self, scratch: Scratch) -> None:
+        """Sync, when there is no ring any more."""
+        self.engine.transfers.sync(self.file)
