@@ -120,6 +120,7 @@ cdef struct Region:
 
 
 cdef class Slots:
+    cdef object __weakref__       # here: Cython 3.3 gives a subclass with nothing else of its own no dealloc to clear it
     cdef akv_ring ring
     cdef Slot *slots
     cdef int32_t *order           # slot of each submission queue entry, -1: a request without one
@@ -170,4 +171,4 @@ cdef class Slots:
 
 
 cdef class Ring(Slots):
-    cdef object __weakref__
+    pass

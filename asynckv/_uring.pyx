@@ -339,8 +339,7 @@ cdef class Ring(Slots):
         """Return up to `limit` completions as (tag, result): bytes moved, or a negative errno."""
         self.check()
         cdef io_uring_cqe batch[BATCH]
-        cdef uint32_t head, count, number
-        cdef int32_t index
+        cdef uint32_t head, count, number, place
         cdef Slot *slot
         cdef list found = []
         cdef object tag
@@ -359,10 +358,10 @@ cdef class Ring(Slots):
                 if self.staged:
                     self.staged -= 1
                 continue
-            index = <int32_t>(batch[number].user_data & 0xffffffff)
+            place = <uint32_t>batch[number].user_data
             slot = NULL
-            if 0 <= index < <int32_t>self.capacity:
-                slot = &self.slots[index]
+            if place < self.capacity:
+                slot = &self.slots[place]
             if slot == NULL or slot.state != KERNEL or slot.generation != <uint32_t>(batch[number].user_data >> 32):
                 self.stale += 1
                 continue
@@ -503,8 +502,8 @@ cdef class Ring(Slots):
 
     def __del__(self):
         if not self.closed and self.slots != NULL:
-            warnings.warn("a ring was never closed", ResourceWarning, stacklevel=2, source=self)
             self.close(0.0)
+            warnings.warn("a ring was never closed", ResourceWarning, stacklevel=2, source=self)
 
     def abandon_in_child(self):
         """Close a forked child's copies of the descriptors. Called right after a fork, while they are surely ours."""

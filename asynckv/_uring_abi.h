@@ -60,9 +60,9 @@ static inline void akv_store(uint32_t *word, uint32_t value) {
 
 static uint32_t akv_fork_count;
 
-static void akv_forked(void) { akv_fork_count++; }
+static inline void akv_forked(void) { akv_fork_count++; }
 
-static int akv_watch_forks(void) { return pthread_atfork(NULL, NULL, akv_forked); }
+static inline int akv_watch_forks(void) { return pthread_atfork(NULL, NULL, akv_forked); }
 
 /* -- system calls: the result, or -errno */
 

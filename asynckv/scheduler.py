@@ -257,6 +257,7 @@ class Scheduler:
                 gather.again(index)
         reload.waiters.clear()
         self.kick()
+        self.writer.poke()  # a dropped block owes a tombstone
 
     def prefetch(self, keys: Sequence[Any]) -> int:
         """Start reads into free or clean room, as far as it goes; loads started or joined."""

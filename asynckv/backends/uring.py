@@ -552,12 +552,12 @@ class UringBackend(ThreadsBackend):
 
     def __del__(self) -> None:
         ring, self._ring = self._ring, None
-        super().__del__()
         if ring is not None and not ring.closed:
             try:
                 self.loop.call_soon_threadsafe(_let_go, self.loop, ring)
             except RuntimeError:  # the loop is closed
                 ring.close(0.0)
+        super().__del__()
 
 
 # Callbacks that do not keep the engine alive.

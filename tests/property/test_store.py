@@ -16,12 +16,15 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from storekit import KIB, canon, check_gauges, check_idle, crash_image, payload, scale, settle
 
 import asynckv
+
+pytestmark = pytest.mark.timeout(900)  # a failure is made as small as it gets before it is shown
 
 KEYS: list[Any] = [0, 1, -7, 2**40, b"a", b"\0" * 32, "a", "key", "0", 5, b"5", "5"]
 SIZES = [0, 1, 60, 500, 4000, 4096, 9000, 20_000, 33_000, 40_000]
@@ -102,6 +105,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.forget(key)
         if durable:
             self.after.pop(key, None)
+        elif key in self.after:  # what says so may have reached the disk, or not
+            self.after[key].add(None)
 
     def seen(self, key: Any, value: Value, stats: asynckv.Stats) -> None:
         """A read gave this value."""
@@ -122,6 +127,12 @@ class StoreMachine(RuleBasedStateMachine):
         return len(self.now[key]) == 1 and None not in self.now[key]
 
     # -- calls ---------------------------------------------------------------------------------------------------
+
+    @initialize(some=st.lists(sizes, min_size=len(KEYS), max_size=len(KEYS)), flush=st.booleans())
+    def begin_with_a_block_under_every_key(self, some: list[int], flush: bool) -> None:
+        self.put_many(list(zip(KEYS, some, strict=True)))
+        if flush:
+            self.flush()
 
     @rule(key=keys, size=sizes)
     def put(self, key: Any, size: int) -> None:

@@ -197,7 +197,8 @@ def test_drop_by_key_and_after_the_load():
     on_disk(table, 1)
     table.drop(1)
     table.drop(1)
-    assert (table.state(1), table.dropped_blocks, table.owed) == (0, 1, 0)
+    # Damage may have been transient: the record on disk is buried, or a later delete would leave it to come back.
+    assert (table.state(1), table.dropped_blocks, table.owed) == (0, 1, 1)
     table.put(1, table.draft(b"v" * 100))
     on_disk(table, 1)
     evict_all(table)
@@ -326,3 +327,12 @@ def test_requests_are_numbered():
     first, second = table.request_begin(), table.request_begin()
     assert first != second
     table.request_end(first)
+
+
+def test_a_key_put_while_recovering_counts_as_logged():
+    table = Table(1 << 16, backed=True)
+    table.recovering = True
+    table.put(1, table.draft(b"new"))
+    assert table.recover_block(0, K1, 0, 4096, 3, 7, table.intern(b"\0")) == 0, "the put is newer"
+    table.recovering = False
+    assert table.remove(1) == 2, "the older record on disk needs a tombstone"
