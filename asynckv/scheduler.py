@@ -270,8 +270,10 @@ class Scheduler:
             if self.current_reload(key) is not None:
                 begun += 1
             elif room_left and state == DISK:
+                where = self.table.where(key)
+                assert where is not None
                 try:
-                    room = self.table.room(self.table.where(key)[2])
+                    room = self.table.room(where[2])
                 except ValueError:  # larger than the pool
                     continue
                 room_left = room.step() == DONE

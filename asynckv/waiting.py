@@ -26,6 +26,11 @@ ABSENT, MEMORY, DISK, LOADING = range(4)
 DONE, AGAIN, BLOCKED = 1, 0, -1
 PENDING, MEMORY_HIT, DISK_HIT, MISS, NO_ROOM = range(5)
 
+# What one call may do before the loop turns: some hundred microseconds of look-ups, a millisecond of copying.
+TURN_KEYS = 512
+TURN_BYTES = 4 << 20
+ITEM_BYTES = 8 << 10  # of copying: what a put costs besides its bytes
+
 
 def plain_key(key: Any) -> int | bytes | str:
     """The key as the plain object that dictionaries compare by value."""
@@ -135,7 +140,18 @@ class Gather:
     `results[i]` is a block or None, `codes[i]` says how it ended.
     """
 
-    __slots__ = ("_missing", "_room", "_room_bytes", "_scheduler", "_todo", "codes", "counted", "future", "keys", "results")
+    __slots__ = (
+        "_missing",
+        "_room",
+        "_room_bytes",
+        "_scheduler",
+        "_todo",
+        "codes",
+        "counted",
+        "future",
+        "keys",
+        "results",
+    )
 
     def __init__(self, scheduler: Scheduler, keys: Sequence[Any], *, counted: bool = True) -> None:
         self._scheduler = scheduler
@@ -147,13 +163,13 @@ class Gather:
         self._todo: deque[int] = deque()
         self._missing = len(keys)
         self._room: Room | None = None
-        self._room_bytes = -1  # stored bytes of the block it is for
+        self._room_bytes = 0  # stored bytes of the block it is for
 
     def start(self) -> None:
         """Answer what memory holds, then queue for the rest."""
         find = self._scheduler.table.get if self.counted else self._scheduler.table.peek
         for index, key in enumerate(self.keys):
-            block = find(key)
+            block = find(key) if index < TURN_KEYS else None
             if block is None:
                 self._todo.append(index)
             else:
@@ -171,7 +187,6 @@ class Gather:
         self._scheduler.kick()
 
     def _drop_room(self) -> None:
-        self._room_bytes = -1
         if self._room is not None:
             self._room.cancel()
             self._room = None
@@ -190,7 +205,10 @@ class Gather:
     def step(self) -> int:
         scheduler = self._scheduler
         table = scheduler.table
+        turn_ends = len(self._todo) - TURN_KEYS
         while self._todo:
+            if len(self._todo) == turn_ends:
+                return AGAIN
             index = self._todo[0]
             key = self.keys[index]
             state = table.state(key)
@@ -200,8 +218,9 @@ class Gather:
                     answer = self._room_step(key)
                     if answer != DONE:
                         return answer
-                    reload = scheduler.start_reload(key, self._room)
-                    self._room, self._room_bytes = None, -1
+                    room, self._room = self._room, None
+                    assert room is not None
+                    reload = scheduler.start_reload(key, room)
             elif state == LOADING:
                 reload = scheduler.current_reload(key)
             else:
@@ -219,8 +238,10 @@ class Gather:
         return DONE
 
     def _room_step(self, key: Any) -> int:
-        stored = self._scheduler.table.where(key)[2]
-        if stored != self._room_bytes:  # the first step, or the key was replaced meanwhile
+        where = self._scheduler.table.where(key)
+        assert where is not None
+        stored = where[2]
+        if self._room is None or stored != self._room_bytes:  # the first step, or the key was replaced meanwhile
             self._drop_room()
             try:
                 self._room = self._scheduler.table.room(stored)
@@ -299,7 +320,10 @@ class Putting:
 
     def step(self) -> int:
         scheduler = self._scheduler
+        copied = 0
         while self._next < len(self._items):
+            if copied > TURN_BYTES:
+                return AGAIN
             key, draft = self._items[self._next]
             if draft is None:  # could never fit; its old value goes, as for a refused put
                 self._reject(key)
@@ -314,6 +338,7 @@ class Putting:
             room, self._room = self._room, None
             scheduler.table.fill(room, key, draft)
             scheduler.counters.puts += 1
+            copied += draft.extent + ITEM_BYTES
             self.results.append(True)
             self._next += 1
             scheduler.writer.poke()

@@ -238,3 +238,31 @@ async def test_prefetch_takes_only_what_room_there_is_and_counts_joined_reads():
     for read in tier.reads:
         arrive(read)
     await finish(scheduler, tier)
+
+
+async def test_a_large_batch_lets_the_loop_turn():
+    table, tier, scheduler = build(memory=16 << 20)
+    items = [(key, table.draft(b"v" * 100)) for key in range(5000)]
+    turns = 0
+
+    async def heartbeat():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beating = asyncio.ensure_future(heartbeat())
+    assert await scheduler.put(items) == [True] * 5000
+    assert turns >= 5000 // 512
+    before = turns
+    got = await scheduler.gather(range(5000))
+    assert all(block is not None for block in got)
+    assert turns - before >= 5000 // 512
+    big = [(key, table.draft(bytes(1 << 20))) for key in range(10)]
+    before = turns
+    assert await scheduler.put(big) == [True] * 10
+    assert turns - before >= 2
+    beating.cancel()
+    del got
+    await asyncio.wait([beating])
+    await finish(scheduler, tier)
