@@ -40,6 +40,7 @@ KIND_BATCH = 1
 KIND_TRAILER = 2
 KIND_FOOTER = 3
 KIND_SNAPSHOT = 4
+KIND_CLAIM = 5
 
 BLOCK = 1
 TOMBSTONE = 2
@@ -154,12 +155,12 @@ cdef class ChunkHeader:
     oldest_live
         Segments below this number were dead when the batch was composed.
     synced, good
-        Of a batch: below the offset `synced` there were `good` complete batches, all durable. Of a footer: offset and
-        bytes of the footer chunk before it, 0 for the first; its `payload_bytes` is the number of batches.
+        Of a batch or a claim: below the offset `synced` there were `good` complete batches, all durable. Of a footer:
+        offset and bytes of the footer chunk before it, 0 for the first; its `payload_bytes` is the number of batches.
     sealed_upto
         Every segment up to this number was sealed and durable, or dead.
     previous, previous_good
-        Of a batch: number of the segment before in this namespace, and how many of its batches were known durable.
+        Of a batch or a claim: number of the segment before in this namespace, and how many of its batches were known durable.
     """
 
     cdef readonly int kind

@@ -120,7 +120,8 @@ cdef struct Region:
 
 
 cdef class Slots:
-    cdef object __weakref__       # here: Cython 3.3 gives a subclass with nothing else of its own no dealloc to clear it
+    # Here, not in Ring: Cython 3.3 gives a subclass with nothing else of its own no dealloc that clears it.
+    cdef object __weakref__
     cdef akv_ring ring
     cdef Slot *slots
     cdef int32_t *order           # slot of each submission queue entry, -1: a request without one

@@ -1,8 +1,11 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
+
+__all__ = ["OPCODES", "Ring", "probe"]
 
 OPCODES: dict[str, int]
 
+@final
 class Ring:
     eventfd: int
     capacity: int
@@ -42,6 +45,7 @@ class Ring:
     def fix_file(self, fd: int) -> bool: ...
     def unfix_file(self, fd: int) -> None: ...
     def close(self, timeout: float = 1.0) -> int: ...
+    def keep(self) -> None: ...
     def abandon_in_child(self) -> None: ...
 
 def probe() -> dict[str, Any]: ...

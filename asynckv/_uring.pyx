@@ -486,8 +486,7 @@ cdef class Ring(Slots):
                 self.wait_for_one(left)
             self.reap(BATCH)
         if self.in_flight:
-            if not any(ring is self for ring in _leaked):
-                _leaked.append(self)
+            self.keep()
             return self.in_flight
         self.dead = True
         _leaked[:] = [ring for ring in _leaked if ring is not self]
@@ -499,6 +498,11 @@ cdef class Ring(Slots):
             self.eventfd = -1
         self.held = []
         return 0
+
+    def keep(self):
+        """Stay referenced, and with it the buffers of what is in flight, until a `close` succeeds."""
+        if not any(ring is self for ring in _leaked):
+            _leaked.append(self)
 
     def __del__(self):
         if not self.closed and self.slots != NULL:

@@ -220,7 +220,7 @@ cdef class Slots:
             time.sleep(min(nanoseconds / 1e9, 0.001))  # refused, or a kernel that cannot: look again soon
 
     cdef void look_for_losses(self) noexcept:
-        """Add what the kernel threw away to `lost`: completions that it had no memory to keep, requests it called bad."""
+        """Add to `lost` what the kernel threw away: completions it had no memory for, requests it called bad."""
         cdef uint32_t overflow = akv_load(self.ring.cq_overflow), dropped = akv_load(self.ring.sq_dropped)
         self.lost += <uint32_t>(overflow - self.lost_before) + <uint32_t>(dropped - self.dropped_before)
         self.lost_before = overflow
@@ -244,9 +244,11 @@ cdef class Slots:
             raise MemoryError
         try:
             self.ask(IORING_REGISTER_PROBE, found, 256)
-            return frozenset(
-                [found.ops[number].op for number in range(found.ops_len) if found.ops[number].flags & IO_URING_OP_SUPPORTED]
-            )
+            return frozenset([
+                found.ops[number].op
+                for number in range(found.ops_len)
+                if found.ops[number].flags & IO_URING_OP_SUPPORTED
+            ])
         finally:
             free(found)
 

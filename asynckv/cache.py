@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -512,20 +513,15 @@ class Cache:
         """
         if _get_running_loop() is not self._loop:
             self._foreign()
-        if self._closed:
-            return
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close(), name="asynckv close")
-        cancelled = False
-        while not self._closing.done():
-            try:
+        me = asyncio.current_task()
+        assert me is not None
+        cancels = me.cancelling()
+        while not self._closed:
+            if self._closing is None or self._closing.cancelled():  # also when all tasks of the loop were cancelled
+                self._closing = self._loop.create_task(self._close(), name="asynckv close")
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(self._closing)
-            except asyncio.CancelledError:
-                if self._closing.cancelled():
-                    raise
-                cancelled = True
-        self._closing.result()
-        if cancelled:
+        if me.cancelling() > cancels:
             raise asyncio.CancelledError
 
     async def _close(self) -> None:

@@ -108,6 +108,7 @@ class Scheduler:
         self._kicked = False
         self._closed = False
         self._recovery: asyncio.Task[None] | None = None
+        self._known = True  # the index holds all that the log does
         self._recovery_waiters: list[tuple[Gather, int, TimerHandle]] = []
         self._probe: asyncio.Task[None] | None = None
         table.wake = self._wake_from_anywhere
@@ -144,13 +145,15 @@ class Scheduler:
         self._enqueue(self.put_queue, waiter, free=not self.load_queue and not self.put_queue)
 
     def _enqueue(self, queue: RoomQueue, waiter: Waiter, *, free: bool) -> None:
+        if waiter in queue:
+            return
         answer = waiter.step() if free else BLOCKED
         if answer == DONE:
             return
         if free and answer == BLOCKED and waiter.blocked():
             waiter.expire()
             return
-        queue.add(waiter)
+        queue.add(waiter, working=answer == AGAIN)
         self.table.waiting = True
         self.kick()  # what the call itself gave up while it was blocked may have made room
 
@@ -383,12 +386,14 @@ class Scheduler:
     def start_recovery(self) -> None:
         """Scan the log in the background while the store serves."""
         self.table.recovering = True
+        self._known = False
         self._recovery = self.loop.create_task(self._recover(), name="asynckv recovery")
 
     async def _recover(self) -> None:
         assert self.tier is not None
         try:
             await self.tier.recover(self._recovery_progress)
+            self._known = True
         finally:
             self.table.recovering = False
             self._recovery = None
@@ -460,7 +465,7 @@ class Scheduler:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> bool:
-        """Stop all background work; True when everything dirty reached the disk."""
+        """Stop all background work; True when the disk holds everything and the index knows it."""
         await self.drain()
         if self._recovery is not None:
             await asyncio.wait([self._recovery])
@@ -470,4 +475,4 @@ class Scheduler:
             self._probe.cancel()
             await asyncio.wait([self._probe])
         self.table.waiting = False
-        return clean and self.breaker.ok
+        return clean and self._known and self.breaker.ok

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from asynckv._core import Draft, Load, Room
-    from asynckv.clock import Clock
+    from asynckv.clock import Clock, TimerHandle
     from asynckv.scheduler import Scheduler
 
 ABSENT, MEMORY, DISK, LOADING = range(4)
@@ -53,23 +53,37 @@ class Waiter(Protocol):
 
 
 class RoomQueue:
-    """Calls that wait for room, in order of arrival."""
+    """Calls that wait for room, in order of arrival.
+
+    A call is given up when it has waited `timeout` seconds and the head of the queue is blocked; while the head works,
+    if only over several turns, nobody behind it is.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, timeout: float) -> None:
         self._loop = loop
         self._clock = clock
         self._timeout = timeout
+        self._working = False
         self._waiters: deque[Waiter] = deque()
-        self._timers: dict[Waiter, Any] = {}
+        self._timers: dict[Waiter, TimerHandle] = {}
 
     def __len__(self) -> int:
         return len(self._waiters)
 
+    def __contains__(self, waiter: object) -> bool:
+        return waiter in self._timers
+
     def __iter__(self) -> Iterator[Waiter]:
         return iter(tuple(self._waiters))
 
-    def add(self, waiter: Waiter) -> None:
+    def add(self, waiter: Waiter, *, working: bool) -> None:
+        """Put a call at the end; `working` when it is the head and has more to do at once."""
+        if not self._waiters:
+            self._working = working
         self._waiters.append(waiter)
+        self._arm(waiter)
+
+    def _arm(self, waiter: Waiter) -> None:
         self._timers[waiter] = self._clock.call_later(self._loop, self._timeout, lambda: self._expired(waiter))
 
     def discard(self, waiter: Waiter) -> None:
@@ -81,11 +95,15 @@ class RoomQueue:
 
     def _expired(self, waiter: Waiter) -> None:
         if waiter in self._timers:
-            self.discard(waiter)
-            waiter.expire()
+            if self._working:
+                self._arm(waiter)
+            else:
+                self.discard(waiter)
+                waiter.expire()
 
     def pump(self) -> int:
         """Let the heads work. DONE when the queue is empty, else what its head answered."""
+        answer = DONE
         while self._waiters:
             head = self._waiters[0]
             try:
@@ -95,16 +113,15 @@ class RoomQueue:
                 if not head.future.done():
                     head.future.set_exception(error)
                 continue
+            if answer == AGAIN or (answer == BLOCKED and not head.blocked()):
+                break
+            self.discard(head)
             if answer == BLOCKED:
-                if not head.blocked():
-                    return BLOCKED
-                self.discard(head)
                 head.expire()
-            elif answer == AGAIN:
-                return AGAIN
-            else:
-                self.discard(head)
-        return DONE
+        else:
+            answer = DONE
+        self._working = answer == AGAIN
+        return answer
 
 
 class Reload:
@@ -165,17 +182,37 @@ class Gather:
         self._room: Room | None = None
         self._room_bytes = 0  # stored bytes of the block it is for
 
-    def start(self) -> None:
-        """Answer what memory holds, then queue for the rest."""
-        find = self._scheduler.table.get if self.counted else self._scheduler.table.peek
-        for index, key in enumerate(self.keys):
-            block = find(key) if index < TURN_KEYS else None
-            if block is None:
+    def start(self, first: int = 0) -> None:
+        """Answer what needs no room, some hundred keys a turn, then queue for the rest."""
+        if self.future.done():
+            return
+        for index in range(first, min(first + TURN_KEYS, len(self.keys))):
+            if not self._without_room(index):
                 self._todo.append(index)
-            else:
-                self._settle(index, block, MEMORY_HIT)
-        if self._todo:
+        if first + TURN_KEYS < len(self.keys):
+            self._scheduler.loop.call_soon(self.start, first + TURN_KEYS)
+        elif self._todo:
             self._scheduler.enqueue_load(self)
+
+    def _without_room(self, index: int) -> bool:
+        """Answer a key that is in memory or nowhere, or join its reload; False for a block on disk."""
+        scheduler, key = self._scheduler, self.keys[index]
+        table = scheduler.table
+        block = table.get(key) if self.counted else table.peek(key)
+        if block is not None:
+            self._settle(index, block, MEMORY_HIT)
+            return True
+        state = table.state(key)
+        if state == DISK:
+            return False
+        reload = scheduler.current_reload(key) if state == LOADING else None
+        if reload is not None:
+            reload.waiters.append((self, index))
+        elif scheduler.recovering:
+            scheduler.await_recovery(self, index)
+        else:
+            self._settle(index, None, MISS)
+        return True
 
     def cancel(self) -> None:
         """Give up: nothing stays pinned by this call."""
@@ -203,38 +240,24 @@ class Gather:
             self.future.set_result(None)
 
     def step(self) -> int:
-        scheduler = self._scheduler
-        table = scheduler.table
         turn_ends = len(self._todo) - TURN_KEYS
         while self._todo:
             if len(self._todo) == turn_ends:
                 return AGAIN
             index = self._todo[0]
-            key = self.keys[index]
-            state = table.state(key)
-            if state == DISK:
-                reload = scheduler.current_reload(key)
-                if reload is None:
-                    answer = self._room_step(key)
+            if not self._without_room(index):
+                try:
+                    answer = self._room_step(self.keys[index])
+                except ValueError:  # larger than the pool: written when the store had more memory
+                    self._settle(index, None, NO_ROOM)
+                else:
                     if answer != DONE:
                         return answer
                     room, self._room = self._room, None
                     assert room is not None
-                    reload = scheduler.start_reload(key, room)
-            elif state == LOADING:
-                reload = scheduler.current_reload(key)
-            else:
-                reload = None
+                    self._scheduler.start_reload(self.keys[index], room).waiters.append((self, index))
             self._todo.popleft()
             self._drop_room()  # claimed for a key that came or went by itself
-            if reload is not None:
-                reload.waiters.append((self, index))
-            elif state == MEMORY:
-                self._settle(index, table.get(key) if self.counted else table.peek(key), MEMORY_HIT)
-            elif scheduler.recovering:
-                scheduler.await_recovery(self, index)
-            else:
-                self._settle(index, None, MISS)
         return DONE
 
     def _room_step(self, key: Any) -> int:
@@ -243,10 +266,7 @@ class Gather:
         stored = where[2]
         if self._room is None or stored != self._room_bytes:  # the first step, or the key was replaced meanwhile
             self._drop_room()
-            try:
-                self._room = self._scheduler.table.room(stored)
-            except ValueError:  # larger than the pool: written when the store had more memory
-                return BLOCKED
+            self._room = self._scheduler.table.room(stored)
             self._room_bytes = stored
         return self._room.step()
 
@@ -299,7 +319,7 @@ class Gather:
 
     def again(self, index: int) -> None:
         """The key changed while it was being read, or recovery went on: look once more."""
-        if not self.future.done() and self.codes[index] == PENDING:
+        if not self.future.done() and self.codes[index] == PENDING and not self._without_room(index):
             self._todo.append(index)
             if len(self._todo) == 1:
                 self._scheduler.enqueue_load(self)

@@ -106,6 +106,7 @@ class Writer:
         self._sync_waiters: deque[asyncio.Future[None]] = deque()
         self._sync_task: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._started = False
         self._timer: Any = None
         self._aged = 0
 
@@ -122,21 +123,34 @@ class Writer:
     def start(self) -> None:
         """Begin to serve; needs a tier."""
         self._batch_bytes = min(self._batch_bytes, self.tier.max_block)
-        self._task = self.loop.create_task(self._run(), name="asynckv writer")
+        self._started = True
+        self._ensure()
         if self._persist_after is not None:
             self._arm()
+
+    def _ensure(self) -> None:
+        """Have the task. `asyncio.run` cancels all tasks at its end, while owners of caches may still be closing."""
+        if self._started and not self._closed and (self._task is None or self._task.done()):
+            self._task = self.loop.create_task(self._run(), name="asynckv writer")
+            self._task.add_done_callback(lambda _: self.loop.call_soon(self._go_on))
+
+    def _go_on(self) -> None:
+        if self._flushes or self._owes():
+            self._ensure()
 
     # -- what callers ask for ------------------------------------------------------------------------------------
 
     def poke(self) -> None:
         """Something became dirty or owed: write if there is reason to."""
-        if self._task is not None and self._has_work():
+        if self._started and self._has_work():
+            self._ensure()
             self._wake.set()
 
     def urge(self) -> None:
         """A call is blocked until dirty blocks become clean."""
-        if self._task is not None and self.table.backed:
+        if self._started and self.table.backed:
             self._urgent = True
+            self._ensure()
             self._wake.set()
 
     def is_owed(self, key: WireKey) -> bool:
@@ -178,6 +192,7 @@ class Writer:
         flush = Flush(future, self.table.dirty_blocks, set(self._in_flight))
         self._flushes.append(flush)
         self._settle_flushes()
+        self._ensure()
         self._wake.set()
         try:
             await future
@@ -365,8 +380,13 @@ class Writer:
 
     def _sync(self, waiters: list[asyncio.Future[None]]) -> None:
         self._sync_waiters.extend(waiters)
-        if self._sync_task is None:
+        if self._sync_task is None and self._sync_waiters:
             self._sync_task = self.loop.create_task(self._sync_all(), name="asynckv sync")
+            self._sync_task.add_done_callback(self._sync_ended)
+
+    def _sync_ended(self, _: asyncio.Task[None]) -> None:
+        self._sync_task = None
+        self._sync([])
 
     async def _sync_all(self) -> None:
         # One sync at a time; whoever comes meanwhile is covered by the next one.
@@ -374,12 +394,14 @@ class Writer:
             waiters, self._sync_waiters = self._sync_waiters, deque()
             try:
                 await self.tier.sync()
+            except asyncio.CancelledError:
+                self._sync_waiters.extendleft(waiters)
+                raise
             except (OSError, TimeoutError) as error:
                 self._answer(waiters, DiskError("sync failed", operation="sync", errno=getattr(error, "errno", None)))
                 self._failed(error)
             else:
                 self._answer(waiters, None)
-        self._sync_task = None
 
     # -- age -----------------------------------------------------------------------------------------------------
 
@@ -399,8 +421,8 @@ class Writer:
     async def close(self) -> bool:
         """Write what is dirty if the disk takes it; True when nothing is left."""
         clean = True
-        if self._task is None:
-            return clean
+        if not self._started or self._closed:
+            return not self.table.dirty_blocks
         if self._timer is not None:
             self._timer.cancel()
         try:
@@ -409,9 +431,13 @@ class Writer:
         except DiskError as error:
             clean = False
             log.warning("asynckv: closing without everything on disk: %s", error)
-        self._task.cancel()
-        pending: list[asyncio.Future[Any]] = [*self._futures(), self._task]
+        self._closed = True
+        pending: list[asyncio.Future[Any]] = self._futures()
+        if self._task is not None:
+            self._task.cancel()
+            pending.append(self._task)
         if self._sync_task is not None:
             pending.append(self._sync_task)
-        await asyncio.wait(pending)
+        if pending:
+            await asyncio.wait(pending)
         return clean

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -190,7 +191,10 @@ async def read_all(cache: asynckv.Cache, keys: Iterable[Any]) -> dict[Any, Any]:
 
 
 class Lag:
-    """Measures how long the loop went without a turn: `async with Lag() as lag: ...; lag.worst`."""
+    """Measures how long the loop went without a turn: `async with Lag() as lag: ...; lag.worst`.
+
+    Time in which the thread was ready to run but had no processor is the machine's, and is not counted.
+    """
 
     worst = 0.0
 
@@ -200,16 +204,25 @@ class Lag:
         return self
 
     async def _tick(self) -> None:
-        last = time.perf_counter()
+        last, waited = time.perf_counter(), run_delay()
         while True:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            self.worst = max(self.worst, now - last)
-            last = now
+            now, delay = time.perf_counter(), run_delay()
+            self.worst = max(self.worst, now - last - (delay - waited))
+            last, waited = now, delay
 
     async def __aexit__(self, *exc: object) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
+
+
+def run_delay() -> float:
+    """Seconds that this thread has waited for a processor. Source: Documentation/scheduler/sched-stats.rst."""
+    try:
+        text = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text(encoding="ascii")
+    except OSError:  # a kernel without it
+        return 0.0
+    return int(text.split()[1]) / 1e9
 
 
 def python(

@@ -160,9 +160,7 @@ class ThreadsBackend(Backend):
             raise DiskError(f"direct I/O is not possible: {reason}", errno=errno.EINVAL, operation="start")
 
     def _start_thread(self, lane: str, number: int) -> None:
-        thread = threading.Thread(
-            target=work, args=(self._lanes[lane],), name=f"asynckv-{lane}-{number}", daemon=True
-        )
+        thread = threading.Thread(target=work, args=(self._lanes[lane],), name=f"asynckv-{lane}-{number}", daemon=True)
         thread.start()
         self._threads.append(thread)
 

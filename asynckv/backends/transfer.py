@@ -186,9 +186,7 @@ class Transfers:
         if done < size:
             raise ShortTransferError(done, size)
 
-    def _read_aligned(
-        self, offset: int, buffer: memoryview, wanted: int, limit: int
-    ) -> Generator[Request, int, int]:
+    def _read_aligned(self, offset: int, buffer: memoryview, wanted: int, limit: int) -> Generator[Request, int, int]:
         """Read an aligned range until `wanted` bytes or the end of the file; the bytes that are there."""
         resume = done = 0
         mask = ~(self.alignment - 1)

@@ -28,10 +28,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from asynckv import _uring
+from asynckv._uring import Ring
 from asynckv.backends.operations import Close
 from asynckv.backends.portable import ThreadsBackend
-from asynckv.backends.ringops import SMALL_BYTES, BouncePool, NoBounceError, RingOp, RingRead, RingSync, RingWrite
+from asynckv.backends.ringops import (
+    SMALL_BYTES,
+    BouncePool,
+    NoBounceError,
+    RingOp,
+    RingRead,
+    RingSync,
+    RingWrite,
+    os_error,
+)
 from asynckv.backends.transfer import PAUSE_S, TRIES, Scratch
 
 if TYPE_CHECKING:
@@ -47,7 +56,7 @@ __all__ = ["UringBackend"]
 _log = logging.getLogger("asynckv.backends")
 
 ENTRIES = 128  # of the submission queue; in flight at most twice as many
-TURN_BYTES = 2 << 20  # submitted in one turn of the loop: about 1 ms of copying
+TURN_BYTES = 512 << 10  # submitted in one turn of the loop: about 1 ms of copying
 REAP = 64
 INLINE_BYTES = 256 << 10  # verified and prepared on the loop in one turn; a hash of so many takes some 30 us
 BOUNCE_LIMIT = 8 << 20
@@ -55,6 +64,7 @@ WATCH_S = 0.05  # in case that a wake-up got lost
 CANCEL_S = 1.0  # for the kernel to give back what was cancelled, at close
 _BUSY = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY})
 _SCRATCH = Scratch()  # for what runs on the loop and needs none
+
 
 class UringBackend(ThreadsBackend):
     """I/O by io_uring. Keeps every promise of `asynckv.backends.base`.
@@ -96,7 +106,7 @@ class UringBackend(ThreadsBackend):
         super().__init__(direct=direct, timeout=timeout, clock=clock, files=files, readers=readers, writers=writers)
         self._limits = self._counts
         self._counts = dict.fromkeys(self._limits, 0) | {"control": 1}
-        self._factory = _uring.Ring if ring_factory is None else ring_factory
+        self._factory = Ring if ring_factory is None else ring_factory
         self._entries = entries
         self._registers = registered_files
         self.ring_works = False
@@ -111,7 +121,7 @@ class UringBackend(ThreadsBackend):
         self._watcher: TimerHandle | None = None
         self._inline_bytes = inline_bytes
         self._inline_left: float = inline_bytes
-        self.missed_wakes = 0  # completions that the timer found before the eventfd told
+        self.missed_wakes = 0  # times that the timer found completions of which the eventfd did not tell
 
     async def start(self, directory: str | os.PathLike[str] | int) -> None:
         """Bind to the running loop and to a directory, and make the ring; see `Backend.start`.
@@ -159,7 +169,7 @@ class UringBackend(ThreadsBackend):
         op.offset = offset
         op.buffer = buffer
         op.verify = verify
-        return self._enter(op, timeout)
+        return self._submit(op, timeout)
 
     def write(
         self,
@@ -175,33 +185,24 @@ class UringBackend(ThreadsBackend):
         op.offset = offset
         op.prepare = prepare
         op.views = op.value = None
-        return self._enter(op, timeout)
+        return self._submit(op, timeout)
 
     def sync(self, file: File, *, timeout: float | None = None) -> asyncio.Future[None]:
         """Make a file's completed writes durable; see `Backend.sync`."""
-        return self._enter(RingSync(self, self._lanes["sync"], file, None), timeout)
-
-    def _enter(self, op: RingOp, timeout: float | None) -> asyncio.Future[Any]:
-        op.token = 0
-        op.steps = op.request = op.scratch = None
-        op.moved = False
-        return self._submit(op, timeout)
+        return self._submit(RingSync(self, self._lanes["sync"], file, None), timeout)
 
     def _dispatch(self, op: Op) -> None:
         if op.kind == "call":
             if self._registers and type(op) is Close and op.file is not None and self._ring is not None:
                 self._ring.unfix_file(op.file.fd)
             op.lane.put(op)
-        elif not self.ring_works or (type(op) is RingWrite and not self._is_small(op.prepare)):
-            self._to_worker(op)
-        else:
+        elif self.ring_works and (type(op) is not RingWrite or op.is_short(self._inline_bytes)):
             self._waiting.append(op)  # type: ignore[arg-type]
             if not self._scheduled:
-                self._schedule()
-
-    def _is_small(self, prepare: Prepare | None) -> bool:
-        """Whether preparing takes so little that it is done on the loop; see `asynckv.backends.base`."""
-        return prepare is None or not callable(prepare) or 0 <= getattr(prepare, "nbytes", -1) <= self._inline_bytes
+                self._scheduled = True
+                self.loop.call_soon(self._turn)
+        else:
+            self._to_worker(op)
 
     def _to_worker(self, op: Op) -> None:
         lane = op.kind
@@ -228,14 +229,10 @@ class UringBackend(ThreadsBackend):
             if self._waiting:
                 self._fill(ring)
             self._hand_in(ring)
-            if self._ring is not ring:  # given up
-                return
-        if ring.ready:
+        if self._ring is ring and ring.ready:  # unless it was given up
             ring.acknowledge()
             self._reap(ring)
-            if self._ring is not ring:
-                return
-        if self._watcher is None and (ring.in_flight or ring.queued):
+        if self._ring is ring and self._watcher is None and (ring.in_flight or ring.queued):
             self._watch()
 
     def _fill(self, ring: Any) -> None:
@@ -316,7 +313,12 @@ class UringBackend(ThreadsBackend):
 
     def _reap(self, ring: Any) -> None:
         for op, result in ring.reap(REAP):
-            self._complete(op, result)
+            if op is None:  # that of the start
+                continue
+            try:
+                self._complete(op, result)
+            except Exception as reason:  # one operation must not take the others' results with it
+                self.loop.call_exception_handler({"message": "a completion failed", "exception": reason})
         if ring.lost and self.ring_works:
             self._fall_over(OSError(errno.EBADR, "the kernel lost completions"))
         if self._ring is not ring:
@@ -333,11 +335,15 @@ class UringBackend(ThreadsBackend):
         elif op.steps is not None:
             self._resume(op, result)
         elif result == op.wanted:
-            self._moved(op)
+            if type(op) is RingRead and op.verify is None:
+                op.result = True
+                self._finish(op)
+            else:
+                self._moved(op)
         elif result == -errno.ECANCELED and self._closing:
             self._fail(op, TimeoutError(errno.ETIMEDOUT, f"{op.kind} unfinished at close"))
         elif type(op) is RingSync or result == -errno.ECANCELED:
-            self._fail(op, _error(result))
+            self._fail(op, os_error(result))
         elif op.file.direct is not op.direct or not self.ring_works:  # direct was refused meanwhile, to somebody else
             op.restart()
             self._again(op)
@@ -346,7 +352,7 @@ class UringBackend(ThreadsBackend):
             if next(op.steps, None) is not None:  # the request that was made already
                 self._resume(op, result)
             else:  # one of no bytes
-                self._fail(op, _error(result))
+                self._fail(op, os_error(result))
 
     def _resume(self, op: RingOp, result: int) -> None:
         """Tell the steps what became of their request, and go on with the next one."""
@@ -357,7 +363,7 @@ class UringBackend(ThreadsBackend):
         steps = op.steps
         assert steps is not None
         try:
-            request = steps.throw(_error(result)) if result < 0 else steps.send(result)
+            request = steps.throw(os_error(result)) if result < 0 else steps.send(result)
         except StopIteration:
             self._moved(op)
         except BaseException as error:
@@ -395,6 +401,8 @@ class UringBackend(ThreadsBackend):
     def _moved(self, op: RingOp) -> None:
         """All bytes are where they should be: verify, then finish."""
         op.moved = True
+        if op.scratch is not None:
+            op.restart()
         if type(op) is RingRead:
             if op.verify is not None:
                 self._moved_unverified(op)
@@ -451,7 +459,7 @@ class UringBackend(ThreadsBackend):
 
     def _bounce_returned(self) -> None:
         room = BOUNCE_LIMIT - self.bounces.used
-        while self._unbounced and room > 0:
+        while self._unbounced and room > 0 and not self._closed:
             op = self._unbounced.popleft()
             if op.claim:
                 op.claim.clear()
@@ -476,8 +484,8 @@ class UringBackend(ThreadsBackend):
         if ring is None:
             return
         if ring.ready:
-            self.missed_wakes += 1
-            ring.acknowledge()
+            if not ring.acknowledge():  # else the loop is about to hear of it
+                self.missed_wakes += 1
             self._reap(ring)
         if self._ring is ring and (ring.in_flight or ring.queued):
             self._watch()
@@ -530,25 +538,22 @@ class UringBackend(ThreadsBackend):
                 _log.debug("cancelling: %s", error)
                 ring.take_back()
         until = self.loop.time() + min(self.timeout, CANCEL_S)
-        while ring.in_flight and self.loop.time() < until:
-            if ring.ready:
+        while self._ring is ring and ring.in_flight and self.loop.time() < until:
+            await asyncio.sleep(0.001)
+            if self._ring is ring and ring.ready:
                 ring.acknowledge()
                 self._reap(ring)
-                if self._ring is not ring:
-                    return
-            await asyncio.sleep(0.001)
 
     async def _end_threads(self, stuck: int) -> None:
         ring = self._ring
         in_ring = 0 if ring is None else ring.in_flight
         await super()._end_threads(stuck - in_ring)
         self.ring_works = False
-        if ring is not None:
-            if in_ring:
-                ring.close(0.0)  # which it does not; but it stays referenced for good, and so do the buffers
-                self._watch()
-            else:
-                self._drop_ring()
+        if in_ring:
+            ring.keep()  # for good, or until the last completion comes after all; the buffers with it
+            self._watch()
+        elif ring is not None:
+            self._drop_ring()
 
     def __del__(self) -> None:
         ring, self._ring = self._ring, None
@@ -590,7 +595,3 @@ def _let_go(loop: asyncio.AbstractEventLoop, ring: Any) -> None:
         if not loop.is_closed():
             loop.remove_reader(ring.eventfd)
         ring.close(0.0)
-
-
-def _error(result: int) -> OSError:
-    return OSError(-result, os.strerror(-result))

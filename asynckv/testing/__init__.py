@@ -1,6 +1,7 @@
 """What the project tests itself with, shipped for authors of tiers and engines and for users' own tests.
 
 `ManualClock` moves time by hand; `FaultyBackend` and `FaultyFiles` fail by script, above and below an I/O engine;
+`FakeRing` posts completions by script, below the ring engine (its faults are in `asynckv.testing.fakering`);
 `RecordingBackend` keeps a journal and builds crash images from it; `ModelCache` says which values a cache may return.
 The suite every engine passes is `asynckv.testing.contract` (it needs pytest and is therefore not imported here).
 """
@@ -8,6 +9,7 @@ The suite every engine passes is `asynckv.testing.contract` (it needs pytest and
 from __future__ import annotations
 
 from asynckv.testing.clock import ManualClock
+from asynckv.testing.fakering import FakeRing
 from asynckv.testing.faulty import FaultyBackend, FaultyFiles
 from asynckv.testing.model import MISS, ModelCache
 from asynckv.testing.recording import Entry, Image, RecordingBackend
@@ -16,6 +18,7 @@ from asynckv.testing.script import Fault, Script, corrupt, error, hang, short, s
 __all__ = [
     "MISS",
     "Entry",
+    "FakeRing",
     "Fault",
     "FaultyBackend",
     "FaultyFiles",

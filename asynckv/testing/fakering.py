@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from random import Random
 
+    Act = Callable[[int, list[memoryview]], int]
+
 __all__ = [
     "FakeRing", "backlogged", "duplicate", "late", "lost", "missing", "partial", "silent", "stale", "unknown",
 ]  # fmt: skip
 
 _SLOT = 0xFFFFFFFF
+_kept_for_good: list[FakeRing] = []
 
 
 def late(seconds: float) -> Fault:
@@ -78,11 +81,12 @@ def partial(fraction: float = 0.5) -> Fault:
 class _Request:
     """What a slot holds."""
 
-    __slots__ = ("act", "fault", "kind", "tag", "taken", "token", "views")
+    __slots__ = ("act", "fault", "fd", "kind", "tag", "taken", "token", "views")
 
-    def __init__(self, kind: str, tag: Any, views: list[memoryview], act: Callable[[list[memoryview]], int]) -> None:
+    def __init__(self, kind: str, tag: Any, fd: int, views: list[memoryview], act: Act) -> None:
         self.kind = kind
         self.tag = tag
+        self.fd = fd
         self.views = views
         self.act = act
         self.taken = False
@@ -145,28 +149,28 @@ class FakeRing:
         view = memoryview(buffer).cast("B")
         if view.readonly:
             raise BufferError("the buffer is read-only")
-        return self._add("read", tag, [view], lambda views: os.preadv(fd, views, offset))
+        return self._add("read", tag, fd, [view], lambda number, views: os.preadv(number, views, offset))
 
     def write(self, tag: Any, fd: int, buffers: Sequence[memoryview | bytes | bytearray], offset: int) -> int:
         """See `Ring.write`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        return self._add("write", tag, views, lambda views: os.pwritev(fd, views, offset))
+        return self._add("write", tag, fd, views, lambda number, views: os.pwritev(number, views, offset))
 
     def fsync(self, tag: Any, fd: int, datasync: bool = True) -> int:
         """See `Ring.fsync`."""
         sync = os.fdatasync if datasync else os.fsync
-        return self._add("fsync", tag, [], lambda _: sync(fd) or 0)
+        return self._add("fsync", tag, fd, [], lambda number, _: sync(number) or 0)
 
     def nop(self, tag: Any) -> int:
         """See `Ring.nop`."""
-        return self._add("nop", tag, [], lambda _: 0)
+        return self._add("nop", tag, -1, [], lambda *_: 0)
 
-    def _add(self, kind: str, tag: Any, views: list[memoryview], act: Callable[[list[memoryview]], int]) -> int:
+    def _add(self, kind: str, tag: Any, fd: int, views: list[memoryview], act: Act) -> int:
         self._check()
         if not self._free:
             raise RuntimeError("no room in the ring")
         slot = self._free.pop()
-        request = self._slots[slot] = _Request(kind, tag, views, act)
+        request = self._slots[slot] = _Request(kind, tag, fd, views, act)
         request.token = self._generations[slot] << 32 | slot
         self._queue.append(request)
         self.queued += 1
@@ -258,17 +262,25 @@ class FakeRing:
         if fault is not None and fault.action == "error":
             return -fault.errno
         if fault is not None and fault.action == "short":
-            views = _first(views, int(sum(map(len, views)) * fault.fraction))
-            if not views and request.views:
-                return 0
+            return self._do_part(request, _first(views, int(sum(map(len, views)) * fault.fraction)))
         try:
-            result = request.act(views)
+            result = request.act(request.fd, views)
         except OSError as error:
             return -(error.errno or errno.EIO)
         if fault is not None and fault.action == "corrupt" and result:
             at, mask = self.script.bit(result)
             views[0][at] ^= mask
         return result
+
+    def _do_part(self, request: _Request, views: list[memoryview]) -> int:
+        """Move the first bytes only, past the page cache or not: a part need not be aligned."""
+        if not views:
+            return 0
+        fd = os.open(f"/proc/self/fd/{request.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return request.act(fd, views)
+        finally:
+            os.close(fd)
 
     def _post(self, token: int, result: int, *, tell: bool = True) -> None:
         self._completions.append((token, result))
@@ -372,9 +384,16 @@ class FakeRing:
         if self.in_flight:
             return self.in_flight
         self.closed = True
+        if self in _kept_for_good:
+            _kept_for_good.remove(self)
         os.close(self.eventfd)
         self.eventfd = -1
         return 0
+
+    def keep(self) -> None:
+        """See `Ring.keep`."""
+        if self not in _kept_for_good:
+            _kept_for_good.append(self)
 
     def _check(self) -> None:
         if self.closed:

@@ -242,6 +242,8 @@ class DiskTier:
                 self._reclaimer.seal_behind(active)
             await self._reclaimer.drain()
             await self._reclaimer.remove_stillborn()
+            if self._recovery is not None:
+                await self._recovery.drop_cleared()
             whole = not self.recovering and all(s.sealed for s in self._set.own())
             if snapshot and whole and not self._snapshot_valid:
                 await save_snapshot(self._set, self._table, self._log.sequence, _log)
@@ -290,9 +292,10 @@ class DiskTier:
 
         Log order within the batch: clear, tombstones, blocks.
         """
+        batch = self._log.compose(spills, tombstones, clear, carries)
         if clear and self._recovery is not None:
-            self._recovery.stopped = True
-        return self._log.compose(spills, tombstones, clear, carries)
+            self._recovery.stop(batch)
+        return batch
 
     def submit(
         self, batch: Batch, *, released: Callable[[], object] | None = None

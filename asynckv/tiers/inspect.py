@@ -386,7 +386,7 @@ class _Inspector:
     def _scan(self, report: SegmentReport, fd: int, seed: int, seal: Seal | None, known: SegmentHeader | Seal) -> None:
         scan = self._run(fd, scan_segment(report.size, seed))
         report.batches = len(scan.batches)
-        limit = scan.end if seal is not None else scan.claim[0]
+        limit = seal.durable if seal is not None else scan.durable_below
         expected = (seal.batches, seal.last_sequence) if seal is not None else (-1, -1)
         if scan.cut(known.sequence, *expected) is not None:
             report.damage.append("batches that had been written are missing")

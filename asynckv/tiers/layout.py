@@ -17,6 +17,8 @@ from xxhash import xxh3_64_intdigest
 from asynckv._record import FORMAT_VERSION, PAGE_BYTES
 
 __all__ = [
+    "CLAIM_AT",
+    "LOG_START",
     "NUMBER_MAX",
     "PAGE",
     "SEGMENT_NAME",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 PAGE = PAGE_BYTES
+CLAIM_AT = PAGE  # the page behind the header says what is durable; the only one that is ever overwritten
+LOG_START = 2 * PAGE  # the first batch
 NUMBER_MAX = 10**15  # segment numbers of a real store stay far below; a file name has room for one digit more
 SEGMENT_BYTES_MAX = (1 << 32) - (1 << 16)  # offsets are 32 bits in the index
 SUPERBLOCK_NAME = "superblock"
@@ -47,7 +51,7 @@ _SNAPSHOT_MAGIC = b"AKVSNAPS"
 _SUPER = struct.Struct("<16s")
 _SUPER_COPY = 2048
 _SEGMENT = struct.Struct("<16s32sQQQQQQ")
-_SEAL = struct.Struct("<16s32sQQQQQQQQQQQQQQ")
+_SEAL = struct.Struct("<16s32sQQQQQQQQQQQQQQQ")
 _SNAPSHOT = struct.Struct("<16s32sQQQQQQ")
 _LISTED = struct.Struct("<QQ")
 _CHECKED_FROM = 16
@@ -180,6 +184,9 @@ class Seal:
         Where this page belongs.
     data_end
         End of the last batch.
+    durable
+        Batches below this offset were durable before the sealing began. Of those above, which a recovery found, the
+        footer lists what was whole.
     footer, footer_bytes
         The last footer chunk; each names the one before it. 0 bytes when there are no records.
     batches, last_sequence
@@ -202,6 +209,7 @@ class Seal:
     size: int
     offset: int
     data_end: int
+    durable: int
     footer: int
     footer_bytes: int
     batches: int
@@ -223,6 +231,7 @@ class Seal:
             self.size,
             self.offset,
             self.data_end,
+            self.durable,
             self.footer,
             self.footer_bytes,
             self.batches,
@@ -241,7 +250,7 @@ class Seal:
         if found is None or len(data) < PAGE:
             return None
         seal = cls(*(*_SEAL.unpack_from(found[1]), bool(found[0] & FLAG_LOSSY)))
-        if seal.offset != offset or seal.number >= NUMBER_MAX or not PAGE <= seal.data_end <= offset:
+        if seal.offset != offset or seal.number >= NUMBER_MAX or not LOG_START <= seal.data_end <= offset:
             return None
         if seal.footer_bytes and not seal.data_end <= seal.footer <= offset - seal.footer_bytes:
             return None

@@ -6,6 +6,8 @@ Invariants
   that ran past its deadline may still reach the disk, any time. The hole stays; the segment goes on behind it.
 * A batch's header says how many complete, durable batches lie below which offset. A recovery that finds fewer knows
   that something was lost, and one that finds a torn batch above knows that it was never acknowledged.
+* A sync is reported when it ended and the segment's claim was overwritten to say so. The claim itself is not synced: a
+  kill leaves it, and after a power loss without it the bytes that were synced speak for themselves.
 * At most one sync runs per segment: after a failed one Linux may call the pages clean, and a second sync that ran
   beside it could report success. A segment whose sync failed takes no more batches, and what was not durable before is
   reverted.
@@ -22,6 +24,7 @@ import mmap
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import (
+    KIND_CLAIM,
     KIND_FOOTER,
     PAGE_BYTES,
     RecordWriter,
@@ -32,17 +35,18 @@ from asynckv._record import (
     write_batch,
 )
 from asynckv.errors import DiskError
-from asynckv.tiers.layout import Seal, pages
+from asynckv.tiers.layout import CLAIM_AT, LOG_START, Seal, pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from asynckv._core import Carry, Spill, Table
     from asynckv._record import BatchPlan
+    from asynckv.backends.base import File
     from asynckv.tiers.base import WireKey
     from asynckv.tiers.segment import Segment, SegmentSet
 
-__all__ = ["Batch", "CarryItem", "LogWriter", "Staging", "footer_pieces"]
+__all__ = ["DURABLE", "Batch", "CarryItem", "LogWriter", "Staging", "footer_pieces"]
 
 PENDING, WRITTEN, DURABLE, FAILED = range(4)
 FOOTER_CLOSE_BYTES = 128 << 10
@@ -171,7 +175,7 @@ class LogWriter:
     @staticmethod
     def largest_block(segment_bytes: int) -> int:
         """Largest stored length that an empty segment takes."""
-        room = segment_bytes - PAGE_BYTES - 2 * PAGE_BYTES - footer_bound(PAGE_BYTES) - PAGE_BYTES
+        room = segment_bytes - LOG_START - 2 * PAGE_BYTES - footer_bound(PAGE_BYTES) - PAGE_BYTES
         return int(room // PAGE_BYTES * PAGE_BYTES)
 
     # -- batches -------------------------------------------------------------------------------------------------
@@ -193,15 +197,7 @@ class LogWriter:
         carries = [each for each in carries if self.table.carry_current(each.carry)]
         plan = plan_batch(spills, carries, tombstones, clear, segment.position, segment.size, segment.body_sum)
         self._settle(segment)
-        fields = {
-            "sequence": self.sequence,
-            "oldest_live": self.set.oldest_live,
-            "synced": segment.synced,
-            "good": segment.good,
-            "sealed_upto": min(self.set.sealed_upto(), segment.number),
-            "previous": segment.header.previous if segment.header is not None else 0,
-            "previous_good": segment.before.good if segment.before is not None else 0,
-        }
+        fields = self._fields(segment, self.sequence, segment.synced, segment.good)
         batch = Batch(segment, plan, spills, tombstones, carries, fields)
         self.wanted = batch.rest_spills[0].stored if batch.rest_spills else 0
         if plan.empty and not empty_ok:
@@ -214,6 +210,18 @@ class LogWriter:
         segment.batches.append(batch)
         batch.placed = True
         return batch
+
+    def _fields(self, segment: Segment, sequence: int, synced: int, good: int) -> dict[str, int]:
+        """What batches and claims say of their segment and the one before."""
+        return {
+            "sequence": sequence,
+            "oldest_live": self.set.oldest_live,
+            "synced": synced,
+            "good": good,
+            "sealed_upto": min(self.set.sealed_upto(), segment.number),
+            "previous": segment.header.previous if segment.header is not None else 0,
+            "previous_good": segment.before.good if segment.before is not None else 0,
+        }
 
     def submit(
         self, batch: Batch, *, released: Callable[[], object] | None = None
@@ -269,15 +277,20 @@ class LogWriter:
 
     # -- durability ----------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _ended(segment: Segment, synced: Collection[Batch] = ()) -> tuple[int, int, int]:
+        """How many batches from the front have ended, where they end, how many of them are durable or in `synced`."""
+        index, end, good = segment.synced_index, segment.synced, segment.good
+        for batch in segment.batches[index:]:
+            durable = batch.state == DURABLE or batch in synced
+            if not durable and batch.state != FAILED:
+                break
+            index, end, good = index + 1, batch.end, good + durable
+        return index, end, good
+
     def _settle(self, segment: Segment) -> None:
         """Move `synced` up over batches that ended."""
-        index = segment.synced_index
-        while index < len(segment.batches) and segment.batches[index].state in (DURABLE, FAILED):
-            batch = segment.batches[index]
-            segment.synced = batch.end
-            segment.good += batch.state == DURABLE
-            index += 1
-        segment.synced_index = index
+        segment.synced_index, segment.synced, segment.good = self._ended(segment)
 
     async def sync(self) -> None:
         """Make everything durable whose write completed before the call.
@@ -308,6 +321,7 @@ class LogWriter:
             try:
                 file = await self.set.open_file(segment)
                 await self.backend.sync(file)
+                await self._claim(segment, file, written)
             except OSError:  # a timeout is one, too
                 self._sync_failed(segment)
                 raise
@@ -315,6 +329,15 @@ class LogWriter:
                 if batch.state == WRITTEN:
                     batch.state = DURABLE
             self._settle(segment)
+
+    async def _claim(self, segment: Segment, file: File, synced: list[Batch]) -> None:
+        """Note on disk what is durable, those that were just synced included."""
+        _, end, good = self._ended(segment, synced)
+        fields = self._fields(segment, segment.first_sequence, end, good)
+        page = RecordWriter().to_bytes(KIND_CLAIM, segment.seed, CLAIM_AT, **fields)
+        segment.hold()
+        await self.backend.write(file, CLAIM_AT, [page], released=segment.release)
+        self.set.bytes_written += len(page)
 
     def _sync_failed(self, segment: Segment) -> None:
         segment.failed = True
@@ -357,7 +380,8 @@ class LogWriter:
         last = batches[-1].fields["sequence"] if batches else segment.first_sequence
         pieces = [batch.piece for batch in batches]
         good = segment.before.good if segment.before is not None else 0
-        await self.write_seal(segment, pieces, len(batches), last, previous_good=good, following=following)
+        end = segment.position
+        await self.write_seal(segment, pieces, len(batches), last, previous_good=good, durable=end, following=following)
         segment.batches.clear()
         segment.synced_index = 0
         segment.before = None
@@ -370,6 +394,7 @@ class LogWriter:
         last_sequence: int,
         *,
         previous_good: int,
+        durable: int,
         following: int = 0,
         lossy: bool = False,
     ) -> None:
@@ -392,6 +417,7 @@ class LogWriter:
                 size=header.size,
                 offset=offset,
                 data_end=start,
+                durable=durable,
                 footer=footer,
                 footer_bytes=footer_bytes,
                 batches=batches,

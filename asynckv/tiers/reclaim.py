@@ -166,20 +166,20 @@ class Reclaimer:
         await self.drop(segment)
         return carried
 
-    async def drop(self, segment: Segment) -> None:
-        """Give a segment up with all that is in it, durably."""
+    async def drop(self, segment: Segment, *, recycle: bool = True) -> None:
+        """Give a segment up with all that is in it, durably. Its file may become the spare one if nobody makes one."""
         segment.hold()  # the file stays open: its blocks are served until the table forgets them
         try:
             if segment.slot >= 0:
                 with contextlib.suppress(OSError):
                     await self.set.open_file(segment)
-            await self._forget(segment)
+            await self._forget(segment, recycle)
         finally:
             segment.release()
         await self.set.bury(segment)
 
-    async def _forget(self, segment: Segment) -> None:
-        await self.set.retire(segment)
+    async def _forget(self, segment: Segment, recycle: bool) -> None:
+        await self.set.retire(segment, recycle=recycle)
         if segment.slot >= 0:
             while self.table.drop_segment(segment.slot):  # noqa: ASYNC110 - no wait, bounded pieces of work
                 await asyncio.sleep(0)

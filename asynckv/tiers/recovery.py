@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv._record import CHUNK_MAX, apply_records
 from asynckv.errors import CorruptStoreError
 from asynckv.tiers.layout import PAGE, Seal, SegmentHeader
+from asynckv.tiers.log import DURABLE
 from asynckv.tiers.scan import Found, Scan, footer_chunk, scan_segment, verify_batch
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from asynckv._core import Table
     from asynckv._record import Records
-    from asynckv.tiers.log import LogWriter
+    from asynckv.tiers.log import Batch, LogWriter
     from asynckv.tiers.reclaim import Reclaimer
     from asynckv.tiers.segment import Segment, SegmentSet
 
@@ -135,6 +136,7 @@ class Recovery:
         self.damage = 0
         self.corrupt_blocks = 0
         self.stopped = False
+        self._clear: Batch | None = None  # the one that holds the caller's clear
         self._cut = False  # nothing older than this counts
         self._sealed_upto = 0  # segments up to this number had been sealed
         self._previous: int | None = None  # the number that the next older segment has to have
@@ -173,6 +175,19 @@ class Recovery:
             progress()
             await asyncio.sleep(0)
 
+    def stop(self, clear: Batch) -> None:
+        """The caller cleared the namespace, with a record in this batch."""
+        self.stopped = True
+        self._clear = clear
+
+    async def drop_cleared(self) -> None:
+        """Drop the segments that a clear made needless to recover, once it is durable: so that all are sealed."""
+        if self._clear is None or not self._clear.clear or self._clear.state != DURABLE:
+            return
+        for segment in self.set.own():
+            if segment in self._present and not segment.sealed and not await self._drop(segment):
+                return
+
     def _check_chain(self, segment: Segment) -> None:
         """Hold a segment against what newer ones say of the one before them: none may be missing between."""
         if self._cut or segment.number < self.set.oldest_live:
@@ -187,7 +202,7 @@ class Recovery:
 
     async def _drop(self, segment: Segment) -> bool:
         try:
-            await self.reclaimer.drop(segment)
+            await self.reclaimer.drop(segment, recycle=False)  # the writer may be making the spare file
         except OSError as error:
             self.logger.warning("asynckv: a dead segment could not be removed: %s", error)
             return False
@@ -285,12 +300,12 @@ class Recovery:
             await asyncio.sleep(0)
         if self.stopped:
             return
-        await self._reseal(segment, scan, trusted, lossy=cut is not None)
+        await self._reseal(segment, scan, trusted, durable=limit, lossy=cut is not None)
 
     def _header(self, segment: Segment, scan: Scan) -> SegmentHeader | None:
-        """The segment's header, or one that its records prove; None when nothing in it is ours."""
-        if segment.header is None and scan.batches:
-            first = scan.batches[0].header
+        """The segment's header, or one that its claim or records prove; None when nothing in it is ours."""
+        first = scan.batches[0].header if scan.batches else scan.claim_page
+        if segment.header is None and first is not None:
             segment.header = SegmentHeader(
                 store_id=self.set.store_id,
                 namespace=self.set.namespace,
@@ -316,8 +331,8 @@ class Recovery:
     def _durable_below(self, scan: Scan, seal: Seal | None) -> int:
         """Offset below which every batch is known to have been durable: what is damaged there is no torn write."""
         if seal is not None:
-            return scan.end
-        limit = scan.claim[0]
+            return seal.durable
+        limit = scan.durable_below
         if 0 < self._previous_good <= len(scan.batches):
             limit = max(limit, scan.batches[self._previous_good - 1].end)
         return limit
@@ -339,7 +354,9 @@ class Recovery:
             result.append((found, records))
         return result
 
-    async def _reseal(self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, lossy: bool) -> None:
+    async def _reseal(
+        self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, durable: int, lossy: bool
+    ) -> None:
         """Give the segment a seal; an empty one as well, because others may name it."""
         if segment.sealed and not self.damage:
             return
@@ -354,6 +371,7 @@ class Recovery:
                 len(trusted),
                 int(last),
                 previous_good=max((int(found.header.previous_good) for found in scan.batches), default=0),
+                durable=min(durable, scan.end),
                 lossy=lossy,
             )
         except OSError as error:

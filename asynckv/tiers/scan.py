@@ -18,6 +18,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from asynckv._record import (
     HEADER_BYTES,
     KIND_BATCH,
+    KIND_CLAIM,
     KIND_FOOTER,
     Records,
     chunk_bytes,
@@ -27,7 +28,7 @@ from asynckv._record import (
     read_chunk,
     read_trailer,
 )
-from asynckv.tiers.layout import PAGE
+from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -77,24 +78,37 @@ class Scan:
     footer_batches, footer_sequence
         Batches of which a footer chunk speaks and the number of the last, -1 when there is none.
     skipped
-        Pages between PAGE and the last batch that belong to nothing.
+        Pages between the first batch's place and the last batch that belong to nothing.
+    claim_page
+        The segment's claim, None when it has none that verifies.
     """
 
     batches: list[Found] = field(default_factory=list)
     footer_batches: int = -1
     footer_sequence: int = -1
     skipped: int = 0
+    claim_page: ChunkHeader | None = None
 
     @property
     def end(self) -> int:
         """End of the last batch."""
-        return self.batches[-1].end if self.batches else PAGE
+        return self.batches[-1].end if self.batches else LOG_START
 
     @property
     def claim(self) -> tuple[int, int]:
-        """The best claim of any header: (offset, complete and durable batches below it)."""
-        best = max((b.header for b in self.batches), key=lambda h: (h.synced, h.good), default=None)
-        return (PAGE, 0) if best is None else (int(best.synced), int(best.good))
+        """The best claim of the claim page and all headers: (offset, complete and durable batches below it)."""
+        claims = [batch.header for batch in self.batches]
+        if self.claim_page is not None:
+            claims.append(self.claim_page)
+        return max(((int(each.synced), int(each.good)) for each in claims), default=(LOG_START, 0))
+
+    @property
+    def durable_below(self) -> int:
+        """Offset below which every batch was durable: what is damaged there is no torn write."""
+        limit, good = self.claim
+        if sum(1 for batch in self.batches if batch.offset < limit) > good:
+            return LOG_START  # one of them is a failed write that reached the disk all the same, perhaps in part
+        return limit
 
     def cut(self, first_sequence: int, expected: int = -1, last_sequence: int = -1) -> int | None:
         """How many of the oldest batches may have been overwritten or undone by batches that were durable and are lost.
@@ -119,8 +133,10 @@ class Scan:
                 return len(self.batches)
         if not short:
             return None
+        if self.end < limit:  # perhaps it was the newest that is gone
+            return len(self.batches)
         for index in range(len(self.batches) - 1, -1, -1):
-            end = self.batches[index - 1].end if index else PAGE
+            end = self.batches[index - 1].end if index else LOG_START
             sequence = self.batches[index - 1].header.sequence if index else first_sequence - 1
             if end < limit and self.batches[index].header.sequence != sequence + 1:
                 return index
@@ -149,7 +165,7 @@ class _Window:
 
 
 def scan_segment(size: int, seed: int) -> Generator[Want, memoryview, Scan]:
-    """Look for batches from the first page after the header to the end of the file.
+    """Read the claim, then look for batches from there to the end of the file.
 
     A generator: yields (offset, bytes) and is sent that much; returns the `Scan`.
 
@@ -162,8 +178,11 @@ def scan_segment(size: int, seed: int) -> Generator[Want, memoryview, Scan]:
     """
     window = _Window(size)
     scan = Scan()
-    position = PAGE
+    position = LOG_START
     ahead = HOP_BYTES
+    at = yield from window.need(CLAIM_AT, PAGE, ahead)
+    if at >= 0:
+        scan.claim_page = read_chunk(window.data, at, KIND_CLAIM, seed, CLAIM_AT)
     while position + PAGE <= window.size:
         found = yield from _header_at(window, position, seed, ahead)
         if found is None:
@@ -237,7 +256,7 @@ def footer_chunk(data: memoryview, offset: int, seed: int, seal: Seal) -> tuple[
     header = read_chunk(data, 0, KIND_FOOTER, seed, offset)
     if header is None or header.header_bytes != len(data):
         return None
-    records = parse_body(data, 0, header, PAGE, seal.data_end)
+    records = parse_body(data, 0, header, LOG_START, seal.data_end)
     if records is None:
         return None
     before, length = int(header.synced), int(header.good)

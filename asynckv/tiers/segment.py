@@ -16,6 +16,9 @@ Invariants, each with the crash it is there for
 * Charged bytes (the greater of size and allocated bytes, and one page more while a file grows, for the file system's
   own extent block) never pass the cap: charged before the allocation, given back after the file is gone.
 * A file with an operation in flight is never closed and never handed to its next life.
+* A file that an operation failed on before it was a segment never becomes one: the operation may still come late.
+* The name ``spare`` has one user at a time: `create` and a `retire` that recycles never run side by side (the
+  reclaimer's lock sees to it, and recovery does not recycle), and a file made under it is always a new one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import DiskError
 from asynckv.tiers.layout import (
+    LOG_START,
     PAGE,
     SPARE_NAME,
     SegmentHeader,
@@ -147,11 +151,11 @@ class Segment:
         self.failed = False
         self.stillborn = False
         self.retired = False
-        self.position = PAGE
+        self.position = LOG_START
         self.body_sum = 0
         self.batches: list[Batch] = []
         self.first_sequence = 0
-        self.synced = PAGE
+        self.synced = LOG_START
         self.synced_index = 0
         self.good = 0
         self.before: Segment | None = None  # the one before in this namespace, while it may be needed
@@ -405,6 +409,12 @@ class SegmentSet:
             await self.backend.sync(file)
             allocated = (await self.backend.stat(SPARE_NAME))[1]
             spare.charge = max(self.segment_bytes, allocated)
+        except BaseException as error:
+            self._give_up_spare(spare, file)
+            if isinstance(error, OSError):
+                with contextlib.suppress(OSError):
+                    await self._free_spare_name()
+            raise
         finally:
             self._pending -= more
         if self.charged > self.cap:
@@ -435,6 +445,7 @@ class SegmentSet:
             spare = self.spare
             spare.file = await self.backend.open(SPARE_NAME)
             return
+        await self._free_spare_name()
         self._pending += self.segment_bytes
         try:
             file = await self.backend.open(SPARE_NAME, create=True, size=self.segment_bytes)
@@ -445,6 +456,23 @@ class SegmentSet:
             raise
         finally:
             self._pending -= self.segment_bytes
+
+    async def _free_spare_name(self) -> None:
+        """Make sure that no dead segment lies under the name: one that is read from, or whose burial failed."""
+        with contextlib.suppress(FileNotFoundError):
+            await self.backend.unlink(SPARE_NAME)
+        for segment in (*self._segments.values(), *self._orphans):
+            if segment.name == SPARE_NAME:
+                segment.name = ""
+
+    def _give_up_spare(self, spare: Spare, file: File) -> None:
+        """What was done to it last may come late: over the first page of the segment that it would be by then."""
+        self.spare = None
+        self._pending += spare.charge
+        self._close_quietly(file).add_done_callback(lambda _: self._given_up(spare))
+
+    def _given_up(self, spare: Spare) -> None:
+        self._pending -= spare.charge
 
     async def drop_spare(self) -> None:
         """Remove the spare file, for room."""
@@ -466,12 +494,12 @@ class SegmentSet:
 
     # -- death ---------------------------------------------------------------------------------------------------
 
-    async def retire(self, segment: Segment) -> None:
-        """Take a segment's name away, durably: it is made the spare when there is none, else unlinked."""
+    async def retire(self, segment: Segment, *, recycle: bool = True) -> None:
+        """Take a segment's name away, durably: it is made the spare if allowed and there is none, else unlinked."""
         others = [each.number for each in self._segments.values() if each is not segment]
         self.oldest_live = max(self.oldest_live, min(others, default=segment.number + 1))
         if not segment.retired:
-            recycle = self._recyclable(segment)
+            recycle = recycle and self._recyclable(segment)
             if recycle:
                 try:
                     await self.open_file(segment)
@@ -507,9 +535,8 @@ class SegmentSet:
         if segment.users:
             # An operation is stuck. The file may not be reused: it loses its name, and stays charged until it is free.
             if segment.name == SPARE_NAME:
-                with contextlib.suppress(OSError):
-                    await self.backend.unlink(SPARE_NAME)
-                segment.name = ""
+                with contextlib.suppress(OSError):  # should it stay, the next one that wants the name removes it
+                    await self._free_spare_name()
             assert segment.idle is not None
             segment.idle.add_done_callback(lambda _: self._let_go(segment))
             return

@@ -23,7 +23,7 @@ from asynckv._record import (
     read_chunk,
     write_disk_entries,
 )
-from asynckv.tiers.layout import PAGE, SNAPSHOT_NAME, SnapshotHead, pages, snapshot_seed
+from asynckv.tiers.layout import LOG_START, PAGE, SNAPSHOT_NAME, SnapshotHead, pages, snapshot_seed
 
 if TYPE_CHECKING:
     import logging
@@ -134,7 +134,7 @@ async def load_snapshot(segments: SegmentSet, table: Table, size: int) -> Snapsh
             data = bytearray(max(min(CHUNK_STRIDE, size - place), 0))
             await backend.read(file, place, memoryview(data))
             header = read_chunk(data, 0, KIND_SNAPSHOT, seed, place)
-            records = None if header is None else parse_body(data, 0, header, PAGE, n_segments=len(slots))
+            records = None if header is None else parse_body(data, 0, header, LOG_START, n_segments=len(slots))
             if records is None:
                 raise ValueError("the index snapshot is damaged")
             total += len(records)

@@ -308,3 +308,40 @@ async def test_opening_warns_of_nothing(tmp_path):
         warnings.simplefilter("error")
         async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
             await cache.put(1, b"x")
+
+
+def test_a_store_owned_by_a_task_that_the_ending_loop_cancels_closes_warm(tmp_path):
+    async def owner(ready: asyncio.Event) -> None:
+        async with asynckv.open(tmp_path / "kv", memory="1MiB", disk="4MiB") as cache:
+            for key in range(10):
+                await cache.put(key, bytes(5000))
+            ready.set()
+            await asyncio.sleep(1000)
+
+    async def leave() -> None:
+        ready = asyncio.Event()
+        task = asyncio.create_task(owner(ready))
+        await ready.wait()
+        assert not task.done()
+
+    async def look() -> None:
+        async with asynckv.open(tmp_path / "kv", memory="1MiB", disk="4MiB") as cache:
+            assert sorted(cache.keys()) == list(range(10))
+
+    asyncio.run(leave())
+    asyncio.run(look())
+
+
+async def test_flush_delete_and_close_work_after_every_other_task_was_cancelled(tmp_path):
+    async with asynckv.open(tmp_path / "kv", memory="1MiB", disk="4MiB") as cache:
+        for key in range(10):
+            await cache.put(key, bytes(5000))
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            if task.get_name().startswith("asynckv"):
+                task.cancel()
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await cache.flush()
+            assert await cache.delete(3)
+    async with asynckv.open(tmp_path / "kv", memory="1MiB", disk="4MiB") as cache:
+        assert len(cache) == 9

@@ -254,3 +254,41 @@ async def test_the_policy_chooses_the_victim(tmp_path, policy):
         await cache.get(0)
         await cache.put(4, payload(4))
         assert sorted(cache.keys()) == ([0, 2, 3, 4] if policy == "lru" else [1, 2, 3, 4])
+
+
+async def test_room_timeout_counts_waiting_for_room_not_the_turns_of_a_large_batch(tmp_path):
+    async with asynckv.open(tmp_path / "kv", memory="16MiB", disk=0, room_timeout=0) as cache:
+        assert all(await cache.put_many((key, bytes(100)) for key in range(5000)))
+        assert all(block is not None for block in await cache.get_many(range(5000)))
+
+
+async def test_a_read_that_needs_no_room_does_not_wait_behind_one_that_does(tmp_path):
+    options = {"memory": 4 * BLOCK, "disk": "16MiB", "room_timeout": 30}
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        for key in range(8):
+            await cache.put(key, payload(key))
+        await cache.flush()
+        views = [await cache.get(key) for key in range(4)]
+        waiting = asyncio.create_task(cache.get(6))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            assert await cache.get("absent") is None
+            found = await cache.get_many([0, 1, "absent"])
+        assert [block is not None for block in found] == [True, True, False]
+        assert cache.stats().no_room == 0
+        assert not waiting.done()
+        del views, found
+        assert await waiting is not None
+        del waiting
+
+
+async def test_a_block_larger_than_the_pool_is_no_room_at_once(tmp_path):
+    async with asynckv.open(tmp_path / "kv", memory="8MiB", disk="64MiB") as cache:
+        await cache.put("big", bytes(3 << 20))
+        await cache.put("small", bytes(1000))
+    async with asynckv.open(tmp_path / "kv", memory="1MiB", disk="64MiB", room_timeout=30) as cache:
+        view = await cache.get("small")
+        async with asyncio.timeout(5):
+            assert await cache.get("big") is None
+        assert cache.stats().no_room == 1
+        del view

@@ -421,6 +421,7 @@ async def test_close_ends_in_time_although_a_read_hangs_for_good(tmp_path):
 
 
 async def test_an_engine_named_by_option_or_environment_shows_in_the_stats(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASYNCKV_ENGINE", raising=False)
     async with asynckv.open(tmp_path / "kv", **SMALL, engine="threads") as cache:
         assert cache.stats().engine == "threads"
     monkeypatch.setenv("ASYNCKV_ENGINE", "threads")

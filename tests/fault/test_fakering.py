@@ -32,7 +32,7 @@ from asynckv.testing.tools import PAGE, Ends, aligned, pattern, raises_errno, tu
 
 pytest.importorskip("asynckv._uring", reason="THE RING IS NOT BUILT: the io_uring engine is NOT checked in this run")
 
-from asynckv.backends.uring import UringBackend  # noqa: E402  (it is only there where the ring is)
+from asynckv.backends.uring import UringBackend
 
 PAGES = 64
 TIMEOUT = 1.0
@@ -141,8 +141,10 @@ async def test_harmless_scripts_change_no_result(tmp_path, direct, kind):
             script.add(operation, HARMLESS[kind], every=3)
     async with Bench(tmp_path, script, direct=direct) as bench:
         file = await bench.fill()
+        was = bench.backend.direct
         await bench.mixed(file)
         assert bench.outcomes == {"done": 200}
+        assert bench.backend.direct is was
         assert script.injected.total() > 30
         assert (tmp_path / "data").read_bytes() == bench.data
         assert bench.backend.name == "io_uring"
@@ -432,7 +434,7 @@ async def test_a_full_ring_of_hung_requests_keeps_deadlines(tmp_path):
 
 
 async def test_everything_at_once(tmp_path):
-    """All kinds by chance, a hundred times over: right bytes or an error, each released once, none past its deadline."""
+    """All kinds by chance: right bytes or an error, each released once, none past its deadline."""
     chance = random.Random(11)
     script = Script(chance)
     for operation in ("read", "write", "fsync"):
@@ -450,6 +452,14 @@ async def test_everything_at_once(tmp_path):
         assert bench.outcomes["done"] > 1500
         assert (tmp_path / "data").read_bytes() == bench.data
     assert math.isclose(bench.outcomes.total(), 2000)
+
+
+def test_the_fake_has_every_method_of_the_real_one():
+    from asynckv import _uring
+
+    for name in dir(_uring.Ring):
+        if not name.startswith("_") and name not in ("abandon_in_child", "wait_for_one", "reserve"):
+            assert hasattr(FakeRing, name) or hasattr(FakeRing(), name), name
 
 
 async def test_lost_wake_ups_are_found_by_the_timer(tmp_path):

@@ -27,7 +27,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 # The command line may also ask these what lies in a directory, and what can be done there, without opening a store.
-LOOKING = {"tiers.inspect", "backends", "backends.probes"}
+LOOKING = {"tiers.inspect", "backends.probes"}
 
 
 def sources() -> list[Path]:
@@ -52,13 +52,14 @@ def runtime_imports(path: Path) -> set[str]:
         def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            found.add(node.module)
+            names = {alias.name for alias in node.names}
+            modules = set()
             if node.module in ("asynckv", "asynckv.commands", "asynckv.tiers", "asynckv.backends"):
-                found.update(
-                    f"{node.module}.{alias.name}"
-                    for alias in node.names
-                    if (PACKAGE.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists()
-                )
+                folder = PACKAGE.parent / node.module.replace(".", "/")
+                modules = {name for name in names if any((folder / (name + end)).exists() for end in (".py", ".pyx"))}
+            found.update(f"{node.module}.{name}" for name in modules)
+            if names - modules:
+                found.add(node.module)
 
     Visitor().visit(ast.parse(path.read_text(encoding="utf-8")))
     return found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import errno
 import logging
 import random
 
@@ -14,7 +17,7 @@ from asynckv import _record as rec
 from asynckv.backends import ThreadsBackend
 from asynckv.clock import MonotonicClock
 from asynckv.tiers import layout
-from asynckv.tiers.layout import PAGE, Seal, SegmentHeader, SnapshotHead
+from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal, SegmentHeader, SnapshotHead
 from asynckv.tiers.scan import scan_segment, verify_batch
 from asynckv.tiers.segment import Segment, SegmentSet
 
@@ -30,6 +33,7 @@ SEAL = Seal(
     size=1 << 20,
     offset=5 * PAGE,
     data_end=4 * PAGE,
+    durable=3 * PAGE,
     footer=4 * PAGE,
     footer_bytes=PAGE,
     batches=2,
@@ -107,7 +111,7 @@ def build(
     rng = random.Random(5)
     image = bytearray(size)
     image[:PAGE] = HEADER.encode()
-    position, body_sum, plans = PAGE, 0, []
+    position, body_sum, plans = LOG_START, 0, []
     for number in range(batches):
         items = [Item(b"k%d-%d" % (number, i), rng.randbytes(rng.choice([40, 4096, 9000]))) for i in range(3)]
         plan = rec.plan_batch(items, [], [], False, position, size, body_sum)
@@ -121,7 +125,7 @@ def build(
             SEED,
             sequence=10 + number,
             oldest_live=1,
-            synced=position if claims else PAGE,
+            synced=position if claims else LOG_START,
             good=good if claims else 0,
             sealed_upto=2,
             previous=2,
@@ -205,6 +209,51 @@ def test_holes_of_failed_writes_are_no_loss(holes):
     assert scan.cut(10) is None
 
 
+def claim(image: bytearray, synced: int, good: int, *, seed: int = SEED) -> None:
+    page = rec.RecordWriter().to_bytes(rec.KIND_CLAIM, seed, CLAIM_AT, sequence=10, synced=synced, good=good)
+    image[CLAIM_AT:LOG_START] = page
+
+
+def test_a_claim_tells_of_the_newest_batch():
+    image, plans = build()
+    end = plans[3].position + plans[3].batch_bytes
+    claim(image, end, 4)
+    scan, _ = run(image, scan_segment(len(image), SEED))
+    assert (scan.claim, scan.durable_below, scan.cut(10)) == ((end, 4), end, None)
+    image[plans[3].position : end] = bytes(plans[3].batch_bytes)
+    scan, _ = run(image, scan_segment(len(image), SEED))
+    assert len(scan.batches) == 3
+    assert scan.cut(10) == 3, "what is gone is newer than all that was found"
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_claim_that_counts_a_hole_at_the_end_errs_to_the_safe_side(lost):
+    image, plans = build(holes=(3,))
+    claim(image, plans[3].position + plans[3].batch_bytes, 3)
+    assert run(image, scan_segment(len(image), SEED))[0].cut(10) is None
+    image[plans[lost].position : plans[lost].position + plans[lost].batch_bytes] = bytes(plans[lost].batch_bytes)
+    assert run(image, scan_segment(len(image), SEED))[0].cut(10) == 2
+
+
+def test_a_torn_or_foreign_claim_is_ignored():
+    image, plans = build()
+    for seed, spoil in ((SEED, True), (layout.segment_seed(STORE, SPACE, 4), False)):
+        claim(image, len(image), 9, seed=seed)
+        image[CLAIM_AT + 36] ^= spoil
+        scan, _ = run(image, scan_segment(len(image), SEED))
+        assert scan.claim == (plans[3].position, 3)
+        assert scan.cut(10) is None
+
+
+def test_more_batches_than_are_claimed_are_all_verified():
+    """One of them was reported as failed and reached the disk later, who knows how much of it."""
+    image, plans = build()
+    claim(image, plans[3].position + plans[3].batch_bytes, 3)
+    scan, _ = run(image, scan_segment(len(image), SEED))
+    assert len(scan.batches) == 4
+    assert (scan.durable_below, scan.cut(10)) == (LOG_START, None)
+
+
 def test_bytes_of_an_earlier_life_never_verify():
     image, _ = build()
     for number in (2, 4):
@@ -215,7 +264,7 @@ def test_bytes_of_an_earlier_life_never_verify():
 
 def test_batches_do_not_verify_at_another_offset():
     image, _ = build()
-    moved = image[:PAGE] + bytes(PAGE) + image[PAGE:]
+    moved = image[:LOG_START] + bytes(PAGE) + image[LOG_START:]
     scan, _ = run(moved, scan_segment(len(moved), SEED))
     assert scan.batches == []
 
@@ -325,6 +374,31 @@ async def test_a_file_in_use_is_never_reused(backend, tmp_path):
             break
     assert segments.by_slot(one.slot) is None
     assert segments.used < used
+    await segments.close()
+
+
+async def test_a_file_whose_first_page_may_come_late_is_not_used(backend, tmp_path):
+    segments = make_set(backend)
+    write, late = backend.write, []
+
+    def hang(file, offset, buffers, **named):
+        late.append((file, offset, buffers))
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(TimeoutError(errno.ETIMEDOUT, "injected"))
+        return future
+
+    backend.write = hang
+    with pytest.raises(TimeoutError):
+        await segments.create(1)
+    backend.write = write
+    assert not (tmp_path / "spare").exists()
+    assert segments.used == 0
+    two = await segments.create(1)
+    assert two.file is not late[0][0]
+    with contextlib.suppress(OSError):  # it is closed here; an engine closes it after such a write
+        await write(*late[0])
+    assert SegmentHeader.decode((tmp_path / two.name).read_bytes()[:PAGE]) == two.header
+    assert segments.charged == segments.used + PAGE
     await segments.close()
 
 
