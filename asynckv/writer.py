@@ -181,12 +181,15 @@ class Writer:
         return future
 
     async def flush(self) -> None:
-        """Write and sync every block that was put before the call."""
-        if not self.scheduler.breaker.ok:
-            raise DiskError("the disk is switched off", operation="flush", errno=errno.EIO)
+        """Write and sync every block that was put before the call; blocks that no segment can hold are an error."""
         oversize = self.table.nospill_blocks
+        await self._write_all()
         if oversize:
             raise DiskError(f"{oversize} blocks are larger than a segment", operation="flush", errno=errno.EFBIG)
+
+    async def _write_all(self) -> None:
+        if not self.scheduler.breaker.ok:
+            raise DiskError("the disk is switched off", operation="flush", errno=errno.EIO)
         self.table.requeue_unbacked()
         future: asyncio.Future[None] = self.loop.create_future()
         flush = Flush(future, self.table.dirty_blocks, set(self._in_flight))
@@ -398,6 +401,9 @@ class Writer:
                 self._sync_waiters.extendleft(waiters)
                 raise
             except (OSError, TimeoutError) as error:
+                # What those wait for who came meanwhile was taken back with it: no later sync speaks of that.
+                waiters.extend(self._sync_waiters)
+                self._sync_waiters.clear()
                 self._answer(waiters, DiskError("sync failed", operation="sync", errno=getattr(error, "errno", None)))
                 self._failed(error)
             else:
@@ -425,9 +431,11 @@ class Writer:
             return not self.table.dirty_blocks
         if self._timer is not None:
             self._timer.cancel()
+        if self.table.nospill_blocks:
+            log.warning("asynckv: %d blocks are larger than a segment and are lost", self.table.nospill_blocks)
         try:
             if self.table.dirty_blocks or self.table.unbacked_blocks or self._owes():
-                await self.flush()
+                await self._write_all()
         except DiskError as error:
             clean = False
             log.warning("asynckv: closing without everything on disk: %s", error)

@@ -10,7 +10,7 @@ Invariants
   kill leaves it, and after a power loss without it the bytes that were synced speak for themselves.
 * At most one sync runs per segment: after a failed one Linux may call the pages clean, and a second sync that ran
   beside it could report success. A segment whose sync failed takes no more batches, and what was not durable before is
-  reverted.
+  reverted: its blocks are dirty, its tombstones owed, and the next sync of the log fails, whoever asked for this one.
 * Sealing comes after a sync of all batches, so that a seal never speaks of bytes that a power loss can take; and the
   seal is synced before the file is truncated, so a file without a seal that is short has lost something.
 * The staging buffers belong to the operation until the engine lets go of them.
@@ -145,9 +145,9 @@ class Batch:
         return self.home.number
 
     def forget(self) -> None:
-        """Let go of the blocks; only what the footer needs stays."""
+        """Let go of the blocks; what the footer needs stays, and the tombstones until they are durable."""
         self.spills, self.rest_spills, self.carries, self.rest_carries = [], [], [], []
-        self.tombstones, self.rest_tombstones = [], []
+        self.rest_tombstones = []
         self.plan = None
 
 
@@ -161,6 +161,7 @@ class LogWriter:
         self.sequence = 1
         self.wanted = 0  # stored bytes of a block that found no room last time
         self.staging = Staging()
+        self._taken_back: OSError | None = None  # why batches were reverted since the last sync of the log
 
     # -- room ----------------------------------------------------------------------------------------------------
 
@@ -298,11 +299,13 @@ class LogWriter:
         Raises
         ------
         DiskError
-            A segment could not be synced; its blocks that were not durable before are dirty again.
+            A segment could not be synced, now or since the last call; its blocks that were not durable before are dirty
+            again.
         """
         due = [s for s in self.set.own() if any(batch.state == WRITTEN for batch in s.batches[s.synced_index :])]
         results = await asyncio.gather(*(self.sync_segment(segment) for segment in due), return_exceptions=True)
-        for result in results:
+        taken_back, self._taken_back = self._taken_back, None
+        for result in (*results, taken_back):
             if isinstance(result, OSError):
                 raise DiskError("a segment could not be synced", operation="sync", errno=result.errno) from result
             if isinstance(result, BaseException):
@@ -322,12 +325,14 @@ class LogWriter:
                 file = await self.set.open_file(segment)
                 await self.backend.sync(file)
                 await self._claim(segment, file, written)
-            except OSError:  # a timeout is one, too
+            except OSError as error:  # a timeout is one, too
+                self._taken_back = error
                 self._sync_failed(segment)
                 raise
             for batch in written:
                 if batch.state == WRITTEN:
                     batch.state = DURABLE
+                    batch.tombstones = []
             self._settle(segment)
 
     async def _claim(self, segment: Segment, file: File, synced: list[Batch]) -> None:
@@ -351,6 +356,7 @@ class LogWriter:
         for batch in segment.batches[segment.synced_index :]:
             if batch.state == WRITTEN:
                 batch.state = FAILED
+                self.table.return_owed(batch.tombstones)
         if segment.slot >= 0:
             self.table.revert_segment(segment.slot, segment.synced)
 

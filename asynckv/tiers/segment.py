@@ -517,6 +517,8 @@ class SegmentSet:
         await self.backend.sync_directory()
 
     def _recyclable(self, segment: Segment) -> bool:
+        if segment.own and not segment.sealed:
+            return False  # its sealing failed half-way: nobody knows how long the file is
         if self.spare is not None or not self.segment_bytes // 2 <= segment.size <= self.segment_bytes:
             return False
         if any(each.name == SPARE_NAME for each in self._orphans):

@@ -384,3 +384,16 @@ async def test_kill_9_in_the_middle_of_writing_keeps_every_flushed_block(tmp_pat
                 del found
             await settle(cache)
             check_idle(cache)
+
+
+async def test_a_block_larger_than_a_segment_costs_only_itself(tmp_path):
+    options = {"memory": "1MiB", "disk": "1MiB"}
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        await cache.put(1, payload(1, 0, 100))
+        await cache.put(2, payload(2, 0, 64 * KIB))
+        with pytest.raises(asynckv.DiskError):
+            await cache.flush()
+        await cache.put(3, payload(3, 0, 100))
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        assert sorted(cache.keys()) == [1, 3]
+        assert bytes(await cache.get(1)) == payload(1, 0, 100)

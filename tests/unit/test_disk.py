@@ -7,7 +7,7 @@ import errno
 import os
 
 import pytest
-from logkit import KIB, MIB, SIZES, Disk, allocated, segments_of, turns, value_of
+from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, segments_of, turns, value_of
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError, StoreLockedError
@@ -320,6 +320,76 @@ async def test_a_failed_sync_makes_the_blocks_dirty_again(path):
         assert len(segments_of(path)) == 2, "a segment whose sync failed takes no more"
     async with Disk(path) as disk:
         assert await disk.get_all([1, 2]) == {key: value_of(key) for key in (1, 2)}
+
+
+async def test_a_claim_that_cannot_be_written_fails_the_sync(path, tmp_path):
+    factory, made = failing("write")
+    async with Disk(path, _backend_factory=factory) as disk:
+        await disk.put(1, value_of(1))
+        await disk.write()
+        made[0].failing = True
+        with pytest.raises(DiskError):
+            await disk.tier.sync()
+        made[0].failing = False
+        await turns()
+        assert disk.table.dirty_blocks == 1
+        await disk.flush()
+        crashed = crash_copy(path, tmp_path / "crashed")
+    for place in (path, crashed):
+        async with Disk(place) as disk:
+            assert await disk.get(1) == value_of(1)
+
+
+async def test_a_sync_costs_one_page_and_only_when_there_is_something_to_say(path):
+    async with Disk(path) as disk:
+        await disk.put(1, value_of(1))
+        await disk.write()
+        before = disk.tier.bytes_written
+        await disk.tier.sync()
+        await disk.tier.sync()
+        assert disk.tier.bytes_written == before + 4096
+
+
+async def test_a_sync_that_failed_for_somebody_else_fails_the_next_one(path):
+    """What it took back was written, and may be what the next caller waits for."""
+    factory, made = failing("sync")
+    async with Disk(path, _backend_factory=factory) as disk:
+        await disk.put(1, value_of(1))
+        await disk.write()
+        made[0].failing = True
+        with pytest.raises(OSError):
+            await disk.tier._log.sync_segment(disk.tier._set.active)
+        made[0].failing = False
+        await turns()
+        with pytest.raises(DiskError):
+            await disk.tier.sync()
+        await disk.flush()
+    async with Disk(path) as disk:
+        assert await disk.get(1) == value_of(1)
+
+
+async def test_tombstones_of_a_failed_sync_are_owed_again(path, tmp_path):
+    factory, made = failing("sync")
+    async with Disk(path, _backend_factory=factory) as disk:
+        for key in (1, 2):
+            await disk.put(key, value_of(key))
+        await disk.flush()
+        made[0].failing = True
+        for key in (1, 2):
+            with pytest.raises(DiskError):
+                await disk.delete(key)
+            made[0].failing = False
+        await turns()
+        await disk.put(2, value_of(2, 1))
+        assert disk.table.owed == 1, "a key that is back needs none"
+        await disk.flush()
+        segment = sorted(segments_of(path))[0]
+        crashed = crash_copy(path, tmp_path / "crashed")
+    data = bytearray((crashed / segment.name).read_bytes())
+    at = data.rfind((1).to_bytes(8, "little"))
+    assert at > data.find(value_of(1))
+    async with Disk(crashed) as disk:
+        assert await disk.get_all([1, 2]) == {2: value_of(2, 1)}
 
 
 @pytest.mark.parametrize("kind", ["allocate", "rename", "directory", "sync", "write"])

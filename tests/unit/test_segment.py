@@ -337,6 +337,7 @@ async def test_a_new_segment_is_named_headed_and_charged(backend, tmp_path):
 async def test_the_oldest_dies_into_the_spare_and_lives_again(backend, tmp_path):
     segments = make_set(backend)
     one = await segments.create(1)
+    one.sealed = True
     await segments.create(2)
     assert segments.oldest() is one
     await segments.retire(one)
@@ -358,6 +359,7 @@ async def test_a_file_in_use_is_never_reused(backend, tmp_path):
     backend.timeout = 0.05
     segments = make_set(backend)
     one = await segments.create(1)
+    one.sealed = True
     await segments.create(2)
     one.hold()
     await segments.retire(one)
@@ -399,6 +401,17 @@ async def test_a_file_whose_first_page_may_come_late_is_not_used(backend, tmp_pa
         await write(*late[0])
     assert SegmentHeader.decode((tmp_path / two.name).read_bytes()[:PAGE]) == two.header
     assert segments.charged == segments.used + PAGE
+    await segments.close()
+
+
+async def test_a_file_whose_sealing_failed_is_not_used_again(backend, tmp_path):
+    """A truncation that is late would leave the next segment shorter than its header says, which means a loss."""
+    segments = make_set(backend)
+    one = await segments.create(1)
+    await segments.create(2)
+    await segments.retire(one)
+    await segments.bury(one)
+    assert (segments.spare, (tmp_path / "spare").exists()) == (None, False)
     await segments.close()
 
 

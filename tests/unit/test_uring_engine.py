@@ -419,12 +419,14 @@ def test_a_loop_that_ends_without_a_close(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         backend = asyncio.run(main())
+        watch = weakref.ref(backend)
         del backend
-        gc.collect()
-    for _ in range(200):
-        if len(os.listdir("/proc/self/fd")) <= before:
-            break
-        time.sleep(0.005)
+        for _ in range(1000):
+            gc.collect()
+            if watch() is None and len(os.listdir("/proc/self/fd")) <= before:
+                break
+            time.sleep(0.005)  # a worker is on its way back to its queue
+    assert watch() is None
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

@@ -63,6 +63,22 @@ async def test_a_flush_ends_after_its_write_and_a_later_sync():
     await finish(scheduler, tier)
 
 
+async def test_a_failed_sync_fails_all_who_wait_for_one():
+    """What the later ones wait for was written before it failed, and taken back with the rest."""
+    _table, tier, scheduler = build()
+    waiters = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    tier.sync_error = OSError(5, "injected")
+    scheduler.writer._sync([waiters[0]])
+    await asyncio.sleep(0)
+    assert tier.syncs == 1
+    scheduler.writer._sync([waiters[1]])
+    await asyncio.wait(waiters)
+    assert all(isinstance(each.exception(), DiskError) for each in waiters)
+    assert tier.syncs == 1
+    tier.sync_error = None
+    await finish(scheduler, tier)
+
+
 async def test_a_flush_does_not_wait_for_later_puts():
     _table, tier, scheduler = build()
     put(scheduler, 1)
