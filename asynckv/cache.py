@@ -25,7 +25,7 @@ from asynckv.scheduler import Scheduler
 from asynckv.sessions import Request, Reservation, Stream
 from asynckv.stats import Stats
 from asynckv.tiers.disk import DiskTier
-from asynckv.waiting import ABSENT, DISK, DISK_HIT, LOADING, MEMORY, MEMORY_HIT
+from asynckv.waiting import ABSENT, DISK, DISK_HIT, LOADING, MEMORY, MEMORY_HIT, TURN_KEYS
 
 if TYPE_CHECKING:
     from asynckv._core import Draft
@@ -284,7 +284,9 @@ class Cache:
     async def _get_many_into(self, keys: Sequence[Any], outs: Sequence[Any]) -> list[int | None]:
         table = self._table
         targets = []
-        for key, out in zip(keys, outs, strict=True):
+        for number, (key, out) in enumerate(zip(keys, outs, strict=True), 1):
+            if number % TURN_KEYS == 0:
+                await asyncio.sleep(0)
             table.check_key(key)
             target = writable_bytes(out)
             size = table.payload_size(key)

@@ -5,8 +5,7 @@ Invariants
 * A key has at most one current reload. Whoever asks meanwhile joins it. A put or delete makes it stale: its bytes
   are thrown away when they arrive and its waiters look again.
 * The operation owns its extent until the engine says `released`, whatever became of those who waited for it.
-* Reloads are granted room before puts, and dirty blocks never fill the pool: a reload always finds room that is free
-  or clean, unless views pin it.
+* Dirty blocks never fill the pool: a reload always finds room that is free or clean, unless views pin it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from asynckv.waiting import (
     LOADING,
     MISS,
     NO_ROOM,
+    TURN_KEYS,
     Gather,
     Putting,
     Reload,
@@ -130,23 +130,26 @@ class Scheduler:
 
     def _pump(self) -> None:
         self._kicked = False
-        loads = self.load_queue.pump()
-        puts = self.put_queue.pump() if loads != AGAIN else DONE
-        self.table.waiting = BLOCKED in (loads, puts)
-        if AGAIN in (loads, puts):
+        answers = []
+        for queue in sorted((self.load_queue, self.put_queue), key=lambda queue: queue.arrival):
+            answers.append(queue.pump())
+            if answers[-1] == AGAIN:
+                break
+        self.table.waiting = BLOCKED in answers
+        if AGAIN in answers:
             self.kick()
 
     def enqueue_load(self, gather: Gather) -> None:
         """Let a call take room at once when nobody is before it, else queue it."""
-        self._enqueue(self.load_queue, gather, free=not self.load_queue)
+        if gather not in self.load_queue:
+            self._enqueue(self.load_queue, gather)
 
     def enqueue_put(self, waiter: Putting | Reserving) -> None:
-        """As `enqueue_load`, behind all reloads."""
-        self._enqueue(self.put_queue, waiter, free=not self.load_queue and not self.put_queue)
+        """As `enqueue_load`, for a put or a reservation."""
+        self._enqueue(self.put_queue, waiter)
 
-    def _enqueue(self, queue: RoomQueue, waiter: Waiter, *, free: bool) -> None:
-        if waiter in queue:
-            return
+    def _enqueue(self, queue: RoomQueue, waiter: Waiter) -> None:
+        free = not self.load_queue and not self.put_queue
         answer = waiter.step() if free else BLOCKED
         if answer == DONE:
             return
@@ -341,21 +344,18 @@ class Scheduler:
 
     async def delete(self, keys: Sequence[Any]) -> int:
         """Remove keys from every tier, durably; how many there were."""
-        if self.tier is None:
-            count = sum(1 for key in keys if self.table.remove(key))
-            self.kick()
-            return count
         if self.recovering:
             await self.recovered()
         count = 0
         owed: list[asyncio.Future[None]] = []
-        for key in keys:
+        for number, key in enumerate(keys, 1):
+            if number % TURN_KEYS == 0:
+                await asyncio.sleep(0)
             found = self.table.state(key) != ABSENT
             answer = self.table.remove(key)
-            wire = wire_key(key)
-            if answer == 2 or self.writer.is_owed(wire):
-                owed.append(self.writer.bury(wire, durable=True))
-            count += 1 if found or answer == 1 else 0
+            count += found or answer == 1
+            if self.tier is not None and (answer == 2 or self.writer.is_owed(wire_key(key))):
+                owed.append(self.writer.bury(wire_key(key), durable=True))
         self.kick()
         await self._durable(owed)
         return count

@@ -2,8 +2,9 @@
 
 Invariants
 ----------
-* Two queues wait for room, reloads before puts; in each only the head takes steps, so room is granted in order of
-  arrival and a batch gets all it needs before the next one starts: two batches cannot deadlock.
+* Two queues wait for room, one of reloads and one of puts, the one with the older head first; in each only the head
+  takes steps, so room is granted in order of arrival and a batch gets all it needs before the next one starts: two
+  batches cannot deadlock. A put that waits for a write does not hold up a reload that finds clean room.
 * A waiter that leaves (cancelled, timed out) frees its interest and the room it was granted, never an extent that
   an operation still owns.
 * Every key of a call ends as exactly one of memory hit, disk hit, miss, no room.
@@ -12,6 +13,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,6 +34,8 @@ TURN_KEYS = 512
 TURN_BYTES = 4 << 20
 ITEM_BYTES = 8 << 10  # of copying: what a put costs besides its bytes
 
+_arrivals = itertools.count()
+
 
 def plain_key(key: Any) -> int | bytes | str:
     """The key as the plain object that dictionaries compare by value."""
@@ -41,6 +46,7 @@ class Waiter(Protocol):
     """One call in a room queue."""
 
     future: asyncio.Future[Any]
+    arrival: int
 
     def step(self) -> int:
         """Take what room there is: DONE, AGAIN next turn, or BLOCKED."""
@@ -76,10 +82,16 @@ class RoomQueue:
     def __iter__(self) -> Iterator[Waiter]:
         return iter(tuple(self._waiters))
 
+    @property
+    def arrival(self) -> float:
+        """When the head came, in the order of all calls of the process; infinity without one."""
+        return self._waiters[0].arrival if self._waiters else math.inf
+
     def add(self, waiter: Waiter, *, working: bool) -> None:
         """Put a call at the end; `working` when it is the head and has more to do at once."""
         if not self._waiters:
             self._working = working
+        waiter.arrival = next(_arrivals)
         self._waiters.append(waiter)
         self._arm(waiter)
 
@@ -157,12 +169,15 @@ class Gather:
     `results[i]` is a block or None, `codes[i]` says how it ended.
     """
 
+    arrival: int
+
     __slots__ = (
         "_missing",
         "_room",
         "_room_bytes",
         "_scheduler",
         "_todo",
+        "arrival",
         "codes",
         "counted",
         "future",
@@ -328,7 +343,9 @@ class Gather:
 class Putting:
     """The puts of one call, stored in order as room comes."""
 
-    __slots__ = ("_items", "_next", "_room", "_scheduler", "future", "results")
+    arrival: int
+
+    __slots__ = ("_items", "_next", "_room", "_scheduler", "arrival", "future", "results")
 
     def __init__(self, scheduler: Scheduler, items: Sequence[tuple[Any, Draft | None]]) -> None:
         self._scheduler = scheduler
@@ -399,7 +416,9 @@ class Putting:
 class Reserving:
     """Room for one reserved block."""
 
-    __slots__ = ("_draft", "_room", "_scheduler", "future")
+    arrival: int
+
+    __slots__ = ("_draft", "_room", "_scheduler", "arrival", "future")
 
     def __init__(self, scheduler: Scheduler, draft: Draft) -> None:
         self._scheduler = scheduler

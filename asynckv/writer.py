@@ -18,6 +18,7 @@ import asyncio
 import errno
 import logging
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import DiskError
@@ -284,10 +285,15 @@ class Writer:
             self._tombstones.setdefault(key, [])
         owed: dict[WireKey, list[asyncio.Future[None]]] = {}
         size = 0
-        while self._tombstones and size < self._batch_bytes // 4:
-            key = next(iter(self._tombstones))
-            owed[key] = self._tombstones.pop(key)
+        for key, waiters in self._tombstones.items():
+            if size >= self._batch_bytes // 4:
+                break
+            owed[key] = waiters
             size += len(key[1]) + 16
+        if len(owed) == len(self._tombstones):
+            self._tombstones = {}
+        else:  # a dictionary that is only popped from its head gets slow
+            self._tombstones = dict(islice(self._tombstones.items(), len(owed), None))
         # A tombstone left for a later batch would bury a newer block of its key that went into this one.
         wanted = self._wanted() and not self._tombstones
         spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX) if wanted else []

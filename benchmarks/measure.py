@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -54,6 +55,30 @@ def mix(number: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
     return ((z ^ (z >> 31)) & mask) - (1 << 63)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def file_system(path: str | os.PathLike[str]) -> str:
+    """Type of the file system that a path is on (proc_pid_mountinfo(5))."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.split()[2] == wanted:
+            return line.partition(" - ")[2].split()[0]
+    return "unknown"
+
+
+def status_value(name: str, pid: int | str = "self") -> int:
+    """A number of /proc/PID/status: kB where it has a unit (proc_pid_status(5))."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise KeyError(name)
 
 
 def machine() -> dict[str, Any]:

@@ -188,16 +188,17 @@ class Transfers:
 
     def _read_aligned(self, offset: int, buffer: memoryview, wanted: int, limit: int) -> Generator[Request, int, int]:
         """Read an aligned range until `wanted` bytes or the end of the file; the bytes that are there."""
-        resume = done = 0
+        resume = done = idle = 0
         mask = ~(self.alignment - 1)
         while True:
             count = yield from _some((False, (buffer[resume : resume + limit],), offset + resume))
             reached = resume + count
             if reached >= wanted:
                 return wanted
-            if reached <= done:  # no progress from the last aligned boundary: the end of the file
-                return max(done, reached)
-            done = reached
+            idle = 0 if reached > done else idle + 1
+            done = max(done, reached)
+            if not count or idle > 1:  # twice no progress from the last aligned boundary: the end of the file
+                return done
             resume = done & mask
 
     def _read_bounced(self, offset: int, buffer: memoryview, scratch: Scratch, limit: int) -> Steps:

@@ -326,8 +326,7 @@ class LogWriter:
                 await self.backend.sync(file)
                 await self._claim(segment, file, written)
             except OSError as error:  # a timeout is one, too
-                self._taken_back = error
-                self._sync_failed(segment)
+                self._sync_failed(segment, error)
                 raise
             for batch in written:
                 if batch.state == WRITTEN:
@@ -344,7 +343,9 @@ class LogWriter:
         await self.backend.write(file, CLAIM_AT, [page], released=segment.release)
         self.set.bytes_written += len(page)
 
-    def _sync_failed(self, segment: Segment) -> None:
+    def _sync_failed(self, segment: Segment, error: OSError) -> None:
+        if any(batch.state == WRITTEN and not batch.empty for batch in segment.batches[segment.synced_index :]):
+            self._taken_back = error
         segment.failed = True
         if self.set.active is segment:
             self.set.active = None
