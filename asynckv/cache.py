@@ -25,7 +25,7 @@ from asynckv.scheduler import Scheduler
 from asynckv.sessions import Request, Reservation, Stream
 from asynckv.stats import Stats
 from asynckv.tiers.disk import DiskTier
-from asynckv.waiting import ABSENT, DISK, DISK_HIT, LOADING, MEMORY, MEMORY_HIT, TURN_KEYS
+from asynckv.waiting import ABSENT, DISK, DISK_HIT, LOADING, MEMORY, MEMORY_HIT, TURN_KEYS, plain_key
 
 if TYPE_CHECKING:
     from asynckv._core import Draft
@@ -374,23 +374,24 @@ class Cache:
         """
         self._enter()
         draft = self._draft(key, block)
-        if not self._scheduler.put_now(key, draft):
-            return (await self._scheduler.put([(key, draft)]))[0]
+        if draft is None or not self._scheduler.put_now(key, draft):
+            stored = (await self._scheduler.put([(key, draft)]))[0]
+            if draft is None:
+                raise BlockTooLargeError(f"the block cannot fit a pool of {self._table.capacity} bytes", key=key)
+            return stored
         if self._turn_is_due(draft.stored):
             await self._turn()
         return True
 
-    def _draft(self, key: Any, block: Any) -> Draft:
+    def _draft(self, key: Any, block: Any) -> Draft | None:
+        """A checked block, None for one that could never fit."""
         table = self._table
         table.check_key(key)
         try:
             draft = table.draft(block)
         except BlockTooLargeError:
-            self._scheduler.forget(key)
-            raise
-        if not table.fits(draft):
-            raise self._scheduler.refuse_too_large(key, draft.extent)
-        return draft
+            return None
+        return draft if table.fits(draft) else None
 
     async def put_many(self, items: Iterable[tuple[Any, Any]]) -> list[bool]:
         """Store a batch of (key, block) pairs, or a mapping's, in order; one result each.
@@ -403,14 +404,8 @@ class Cache:
 
     async def _put_many(self, items: Any) -> list[bool]:
         table = self._table
-        drafts: list[tuple[Any, Draft | None]] = []
-        for key, block in items.items() if hasattr(items, "items") else items:
-            table.check_key(key)
-            try:
-                draft = table.draft(block)
-                drafts.append((key, draft if table.fits(draft) else None))
-            except BlockTooLargeError:
-                drafts.append((key, None))
+        pairs = items.items() if hasattr(items, "items") else items
+        drafts = [(key, self._draft(key, block)) for key, block in pairs]
         request = table.request_begin()
         try:
             stored = await self._scheduler.put(drafts) if drafts else []
@@ -484,10 +479,10 @@ class Cache:
     async def delete_many(self, keys: Iterable[Any]) -> int:
         """`delete` for a batch; how many there were."""
         self._enter()
-        keys = list(dict.fromkeys(keys))
+        keys = list(keys)
         for key in keys:
             self._table.check_key(key)
-        return await self._scheduler.delete(keys)
+        return await self._scheduler.delete(list(dict.fromkeys(map(plain_key, keys))))
 
     async def clear(self) -> None:
         """Remove every block of this namespace from every tier, durably."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from asynckv.errors import BlockTooLargeError, DiskError
+from asynckv.errors import DiskError
 from asynckv.health import Breaker
 from asynckv.waiting import (
     ABSENT,
@@ -325,14 +325,6 @@ class Scheduler:
         except asyncio.CancelledError:
             reserving.cancel()
             raise
-
-    def refuse_too_large(self, key: Any, extent: int) -> BlockTooLargeError:
-        """Forget the key, as for any refused put, and make the error to raise."""
-        self.forget(key)
-        self.counters.rejected_puts += 1
-        return BlockTooLargeError(
-            f"a block of {extent} bytes cannot fit a pool of {self.table.capacity} bytes", key=key, operation="put"
-        )
 
     def forget(self, key: Any) -> None:
         """Remove a key whose put was refused; an older record on disk gets its tombstone with the next batch."""

@@ -36,6 +36,7 @@ BATCH_BYTES_MIN = 64 << 10
 BATCH_BLOCKS_MAX = 4096
 BATCHES_IN_FLIGHT_MAX = 2
 RETRY_SECONDS = 0.05
+TICK_SECONDS_MIN = 0.05
 # Of the pool: writing starts when this much is dirty and goes on down to the lower mark, so that the older half of
 # the pool is clean when room is needed.
 WRITE_ABOVE = 1 / 2
@@ -419,7 +420,8 @@ class Writer:
 
     def _arm(self) -> None:
         assert self._persist_after is not None
-        self._timer = self.scheduler.clock.call_later(self.loop, self._persist_after / 2, self._tick)
+        period = max(self._persist_after / 2, TICK_SECONDS_MIN)
+        self._timer = self.scheduler.clock.call_later(self.loop, period, self._tick)
 
     def _tick(self) -> None:
         # What was dirty at the last tick and still is has waited at least half, at most all of `persist_after`.

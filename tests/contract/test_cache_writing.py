@@ -258,3 +258,19 @@ async def test_values_put_before_and_after_a_restart_do_not_mix(tmp_path):
     async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
         for key in range(10):
             assert bytes(await cache.get(key)) == payload(key, 2 if key < 5 else 1)
+
+
+async def test_a_refused_put_takes_its_turn_behind_a_waiting_one(tmp_path):
+    async with asynckv.open(tmp_path / "kv", memory=4 * BLOCK, disk=0, room_timeout=10) as cache:
+        for key in range(4):
+            await cache.put(key, payload(key))
+        views = [await cache.get(key) for key in range(4)]
+        first = asyncio.create_task(cache.put("k", payload(9)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(cache.put("k", bytes(5 * BLOCK)))
+        await asyncio.sleep(0)
+        views.clear()
+        assert await first is True
+        with pytest.raises(asynckv.BlockTooLargeError):
+            await second
+        assert "k" not in cache
