@@ -162,6 +162,7 @@ cdef class BlockMap:            # the state; helpers take this
     cdef bint recovering_flag
     cdef bint recover_closed    # cleared during recovery: nothing older may come in
     cdef public bint disk_readable
+    cdef public bint lost_clear     # a clear may not be on disk: records of any key may lie there
     cdef public bint waiting
     cdef public object wake
     cdef public uint64_t max_spill

@@ -154,6 +154,7 @@ cdef class Table(BlockMap):
             e = E(self, i)
             if e.node != l.node or not in_memory(self, e) or e.checksum != l.checksum or e.length != l.stored:
                 return None
+            e.flags |= E_USED       # a reload that somebody waited for
         else:
             i = operator_index(what)
             if i >= self.node_pieces << PIECE_BITS or state_of(N(self, i)) != READY:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv._core import Table
 from asynckv.buffers import copy_payload, writable_bytes
-from asynckv.clock import MonotonicClock
 from asynckv.config import Config
 from asynckv.errors import BlockTooLargeError, ClosedError
 from asynckv.gauges import read_gauges
@@ -29,6 +28,7 @@ from asynckv.waiting import ABSENT, DISK, DISK_HIT, LOADING, MEMORY, MEMORY_HIT,
 
 if TYPE_CHECKING:
     from asynckv._core import Draft
+    from asynckv.blocks import Namespace
 
 __all__ = ["Cache", "open"]
 
@@ -41,16 +41,55 @@ YIELD_CHECK_CALLS = 32
 YIELD_CHECK_BYTES = 256 << 10
 
 
-def open(directory: str | os.PathLike[str], **options: Any) -> Opening:
+def open(
+    directory: str | bytes | os.PathLike[Any],
+    *,
+    memory: int | str = "256MiB",
+    disk: int | str = "4GiB",
+    namespace: Namespace | None = None,
+    policy: str = "auto",
+    engine: str = "auto",
+    direct: bool | str = "auto",
+    io_timeout: float = 5.0,
+    room_timeout: float = 5.0,
+    persist_after: float | None = None,
+    recover: str = "quiet",
+    segment: int | str | None = None,
+    force: bool = False,
+    **seams: Any,
+) -> Opening:
     """Open a store: `async with open(...) as cache`, or `cache = await open(...)`.
 
     Parameters
     ----------
     directory
         Where blocks go that memory cannot hold. Made (0700) when it is missing. One process at a time.
-    **options
-        `memory`, `disk`, `namespace`, `policy`, `engine`, `direct`, `io_timeout`, `room_timeout`, `persist_after`,
-        `recover`, `segment`, `force`; see `asynckv.config.Config` for meanings, units and defaults.
+    memory
+        Bytes of the pool, exactly; at most 80 % of what the cgroup or machine has, unless `force`.
+    disk
+        Most bytes ever allocated under the directory; 0 for memory only.
+    namespace
+        What blocks must share to be the same: model, revision, layout, tenant.
+    policy
+        Eviction: `"lru"`, `"fifo"`, or `"auto"`.
+    engine
+        `"io_uring"`, `"threads"`, `"aiofiles"` or `"auto"`; the variable ASYNCKV_ENGINE overrides it.
+    direct
+        O_DIRECT: True, False, or `"auto"` for where the file system takes it.
+    io_timeout
+        Seconds one disk operation may take, from its submission.
+    room_timeout
+        Seconds a call may wait for room in the pool.
+    persist_after
+        Seconds after which a block is written even without pressure; None for only with it.
+    recover
+        What damage does: `"quiet"` skips it, `"strict"` makes opening raise, `"none"` starts empty.
+    segment
+        Bytes of one segment file; None chooses.
+    force
+        Take more memory than is wise.
+    **seams
+        For tests: `_clock`, `_backend_factory`, `_random`.
 
     Raises
     ------
@@ -59,7 +98,21 @@ def open(directory: str | os.PathLike[str], **options: Any) -> Opening:
     StoreLockedError, UnsafeDirectoryError, CorruptStoreError, DiskError
         When awaited: the directory cannot be used.
     """
-    return Opening(Config.from_options(directory, options))
+    options = {
+        "memory": memory,
+        "disk": disk,
+        "namespace": namespace,
+        "policy": policy,
+        "engine": engine,
+        "direct": direct,
+        "io_timeout": io_timeout,
+        "room_timeout": room_timeout,
+        "persist_after": persist_after,
+        "recover": recover,
+        "segment": segment,
+        "force": force,
+    }
+    return Opening(Config.from_options(directory, options | seams))
 
 
 class Opening:
@@ -108,7 +161,7 @@ class Cache:
     @classmethod
     async def _open(cls, config: Config) -> Cache:
         cache = cls(config)
-        clock = config.clock or MonotonicClock()
+        clock = config.clock
         table = cache._table
         tier: DiskTier | None = None
         if config.disk:
@@ -222,7 +275,7 @@ class Cache:
             self._enter()
         block = self._table.get(key)
         if block is None:
-            return (await self._scheduler.gather((key,), timeout))[0]
+            block = (await self._scheduler.gather((key,), timeout))[0]
         if self._turn_is_due():
             await self._turn()
         return block
@@ -263,13 +316,15 @@ class Cache:
             leading ones are served and the rest are None (counted `no_room`).
         """
         self._enter()
-        keys = list(keys)
         request = self._table.request_begin()
         try:
-            blocks = await self._scheduler.gather(keys)
+            return await self._get_many(list(keys))
         finally:
             self._table.request_end(request)
-        if self._turn_is_due():
+
+    async def _get_many(self, keys: Sequence[Any]) -> list[Any]:
+        blocks = await self._scheduler.gather(keys)
+        if self._turn_is_due(YIELD_CHECK_BYTES):
             await self._turn()
         return blocks
 
@@ -302,13 +357,13 @@ class Cache:
                 room -= max(0, table.payload_size(keys[end]))
                 end += 1
             blocks = await self._scheduler.gather(keys[start:end])
-            for index, block in enumerate(blocks, start):
+            for index in range(start, end):
+                block, blocks[index - start] = blocks[index - start], None
                 if block is not None:
-                    results[index] = copy_payload(block, targets[index])
-            del blocks
+                    size = results[index] = copy_payload(block, targets[index])
+                    if self._turn_is_due(size):
+                        await self._turn()
             start = end
-            if self._turn_is_due(YIELD_CHECK_BYTES):
-                await self._turn()
         return results
 
     def request(self, keys: Iterable[Any]) -> Request:
@@ -442,6 +497,9 @@ class Cache:
         self._enter_plain()
         return self._table.state(key) != ABSENT
 
+    def __bool__(self) -> bool:
+        return True  # an empty cache is a cache
+
     def __len__(self) -> int:
         self._enter_plain()
         return self._table.length
@@ -474,7 +532,10 @@ class Cache:
         """
         self._enter()
         self._table.check_key(key)
-        return await self._scheduler.delete((key,)) > 0
+        found = await self._scheduler.delete((key,)) > 0
+        if self._turn_is_due():
+            await self._turn()
+        return found
 
     async def delete_many(self, keys: Iterable[Any]) -> int:
         """`delete` for a batch; how many there were."""
@@ -482,7 +543,10 @@ class Cache:
         keys = list(keys)
         for key in keys:
             self._table.check_key(key)
-        return await self._scheduler.delete(list(dict.fromkeys(map(plain_key, keys))))
+        found = await self._scheduler.delete(list(dict.fromkeys(map(plain_key, keys))))
+        if self._turn_is_due(YIELD_CHECK_BYTES):
+            await self._turn()
+        return found
 
     async def clear(self) -> None:
         """Remove every block of this namespace from every tier, durably."""
@@ -523,7 +587,7 @@ class Cache:
 
     async def _close(self) -> None:
         for stream in list(self._streams):
-            stream.stop()
+            stream.cut()
         clean = await self._scheduler.close()
         stuck = 0
         if self._tier is not None:
@@ -544,6 +608,8 @@ class Cache:
         """A snapshot of all counters and gauges; also after close."""
         if self._last_stats is not None:
             return self._last_stats
+        if threading.get_ident() != self._thread or os.getpid() != self._pid:
+            self._foreign()
         return read_gauges(self._table, self._tier, self._scheduler, self._config)
 
     def _note_hits(self, codes: Sequence[int], keys: Sequence[Any]) -> None:

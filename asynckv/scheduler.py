@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,11 @@ if TYPE_CHECKING:
     from asynckv.config import Config
     from asynckv.tiers.base import Tier
 
+log = logging.getLogger("asynckv")
+
 LATENCIES_KEPT = 4096
+FAILED_READS_KEPT = 1024
+PREFETCH_BLOCKS_MAX = 512
 # Of the pool: dirty blocks never hold more than this, so that reloads always find clean or free room.
 DIRTY_LIMIT = 15 / 16
 # Of the pool: what operations past their deadline may hold before the disk is switched off.
@@ -100,9 +105,12 @@ class Scheduler:
         self.counters = Counters()
         self.io_timeout = config.io_timeout
         self.breaker = Breaker(self._health_changed)
-        self.load_queue = RoomQueue(loop, clock, config.room_timeout)
-        self.put_queue = RoomQueue(loop, clock, config.room_timeout)
-        self.reloads: dict[Any, Reload] = {}
+        self.load_queue = RoomQueue(loop, clock, config.room_timeout, self.kick)
+        self.put_queue = RoomQueue(loop, clock, config.room_timeout, self.kick)
+        self.reloads: dict[Any, Reload] = {}  # the current one of each key
+        self._reading: set[Reload] = set()  # stale ones too
+        self._failed_reads: set[Any] = set()
+        self.looking: set[Gather] = set()  # large batches between two turns
         self.writer = Writer(self, config)
         self._dirty_limit = int(table.capacity * DIRTY_LIMIT)
         self._kicked = False
@@ -150,7 +158,12 @@ class Scheduler:
 
     def _enqueue(self, queue: RoomQueue, waiter: Waiter) -> None:
         free = not self.load_queue and not self.put_queue
-        answer = waiter.step() if free else BLOCKED
+        try:
+            answer = waiter.step() if free else BLOCKED
+        except Exception as error:
+            if not waiter.future.done():
+                waiter.future.set_exception(error)
+            return
         if answer == DONE:
             return
         if free and answer == BLOCKED and waiter.blocked():
@@ -170,6 +183,8 @@ class Scheduler:
         timeout
             Seconds after which keys that have not come count as misses.
         """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout={timeout!r}: seconds have to be zero or more")
         if not keys:
             return []
         gather = Gather(self, keys)
@@ -189,14 +204,14 @@ class Scheduler:
             if timer is not None:
                 timer.cancel()
 
-    def count(self, code: int, times: int = 1) -> None:
+    def count(self, code: int) -> None:
         """Count keys that ended with `code`; memory hits are counted by the table."""
         if code == DISK_HIT:
-            self.counters.disk_hits += times
+            self.counters.disk_hits += 1
         elif code == MISS:
-            self.counters.misses += times
+            self.counters.misses += 1
         elif code == NO_ROOM:
-            self.counters.no_room += times
+            self.counters.no_room += 1
 
     def current_reload(self, key: Any) -> Reload | None:
         reload = self.reloads.get(plain_key(key))
@@ -214,6 +229,7 @@ class Scheduler:
             del self.reloads[plain]
             self.table.finish_load(reload.load, False)
             raise
+        self._reading.add(reload)
         reload.future.add_done_callback(reload.on_done)
         return reload
 
@@ -222,6 +238,7 @@ class Scheduler:
         if self._closed:
             return
         table, counters, load = self.table, self.counters, reload.load
+        self._reading.discard(reload)
         if self.reloads.get(reload.key) is reload:
             del self.reloads[reload.key]
         current = table.is_current(load)
@@ -238,6 +255,7 @@ class Scheduler:
                 counters.loaded_bytes += load.stored
         if error is None:
             self.breaker.success()
+            self._failed_reads.discard(reload.key)
             if not future.result():
                 counters.corrupt_blocks += 1
                 if current:
@@ -249,9 +267,9 @@ class Scheduler:
                 self.breaker.trip()
         else:
             counters.io_errors += 1
-            if current:  # an unreadable block would fail every time: forget it, as damage
-                table.drop(reload.key)
             self.breaker.failure()
+            if current and self.breaker.ok:
+                self._unreadable(reload.key)
         good = error is None and future.result()
         for gather, index in reload.waiters:
             if good and current:
@@ -265,30 +283,44 @@ class Scheduler:
         self.kick()
         self.writer.poke()  # a dropped block owes a tombstone
 
+    def _unreadable(self, key: Any) -> None:
+        """A block that fails twice on a disk that serves others would fail for ever: forget it, as damage."""
+        if key in self._failed_reads:
+            self._failed_reads.discard(key)
+            self.table.drop(key)
+        elif len(self._failed_reads) < FAILED_READS_KEPT:
+            self._failed_reads.add(key)
+
     def prefetch(self, keys: Sequence[Any]) -> int:
         """Start reads into free or clean room, as far as it goes; loads started or joined."""
         begun = 0
         room_left = not self.load_queue and not self.put_queue
         for key in keys:
             state = self.table.state(key)
-            if state not in (DISK, LOADING):
-                continue
-            if self.current_reload(key) is not None:
-                begun += 1
-            elif room_left and state == DISK:
-                where = self.table.where(key)
-                assert where is not None
-                try:
-                    room = self.table.room(where[2])
-                except ValueError:  # larger than the pool
-                    continue
-                room_left = room.step() == DONE
-                if room_left:
+            if state == LOADING:
+                begun += self.current_reload(key) is not None
+            elif state == DISK and room_left:
+                room = self._clean_room(key)
+                if room is not None:
                     self.start_reload(key, room)
                     begun += 1
-                else:
-                    room.cancel()
+                room_left = room is not None and len(self._reading) < PREFETCH_BLOCKS_MAX
         return begun
+
+    def _clean_room(self, key: Any) -> Room | None:
+        where = self.table.where(key)
+        assert where is not None
+        try:
+            room = self.table.room(where[2])
+        except ValueError:  # larger than the pool
+            return None
+        answer = room.step()
+        while answer == AGAIN:  # what was evicted for it is not evicted in vain
+            answer = room.step()
+        if answer == DONE:
+            return room
+        room.cancel()
+        return None
 
     # -- puts ----------------------------------------------------------------------------------------------------
 
@@ -386,6 +418,9 @@ class Scheduler:
         try:
             await self.tier.recover(self._recovery_progress)
             self._known = True
+        except Exception:
+            log.exception("asynckv: recovery ended early; what it did not reach are misses")
+            self.counters.io_errors += 1
         finally:
             self.table.recovering = False
             self._recovery = None
@@ -436,7 +471,10 @@ class Scheduler:
             await wait_over.wait()
             try:
                 healthy = await self.tier.probe()
-            except (OSError, TimeoutError):
+            except OSError:
+                healthy = False
+            except Exception:  # our bug: the disk stays off, and is tried again
+                log.exception("asynckv: the probe failed")
                 healthy = False
             self.breaker.probed(healthy)
         self._probe = None
@@ -448,9 +486,10 @@ class Scheduler:
         while True:
             waiting: set[asyncio.Future[Any]] = {w.future for q in (self.load_queue, self.put_queue) for w in q}
             waiting.update(gather.future for gather, _, _ in self._recovery_waiters)
-            for reload in self.reloads.values():
+            waiting.update(gather.future for gather in self.looking)
+            for reload in self._reading:
                 waiting.add(reload.future)
-                waiting.update(g.future for g, _ in reload.waiters)
+                waiting.update(gather.future for gather, _ in reload.waiters)
             pending = [future for future in waiting if not future.done()]
             if not pending:
                 return

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Of the pool: how far a stream reads ahead.
 READ_AHEAD = 1 / 4
 READ_AHEAD_BLOCKS_MAX = 256
+EXTENT_BYTES_MIN = 64
 
 
 class Request:
@@ -50,7 +51,7 @@ class Request:
     async def get_many(self) -> list[Any]:
         """The blocks of the request's keys, in order, as from `Cache.get_many`."""
         self._check()
-        return await self._cache._scheduler.gather(self.keys)
+        return await self._cache._get_many(self.keys)
 
     async def put_many(self, items: Iterable[tuple[Any, Any]]) -> list[bool]:
         """Store blocks as part of this request, as `Cache.put_many` does."""
@@ -69,6 +70,8 @@ class Stream:
         self._room = max(1, int(cache._table.capacity * READ_AHEAD))
         self._held = 0
         self._done = False
+        self._cut = False
+        self._running = False
         cache._streams.add(self)
 
     def __aiter__(self) -> Stream:
@@ -77,7 +80,7 @@ class Stream:
     def _read_ahead(self) -> None:
         while self._next < len(self._keys) and len(self._ahead) < READ_AHEAD_BLOCKS_MAX:
             key = self._keys[self._next]
-            size = max(0, self._cache._table.payload_size(key))
+            size = max(EXTENT_BYTES_MIN, self._cache._table.payload_size(key))
             if self._ahead and self._held + size > self._room:
                 return
             gather = Gather(self._cache._scheduler, (key,), counted=False)
@@ -87,9 +90,20 @@ class Stream:
             self._next += 1
 
     async def __anext__(self) -> tuple[Any, Any]:
+        if self._cut:
+            self._cache._enter()  # says that the cache is closed
         if self._done:
             raise StopAsyncIteration
         self._cache._enter()
+        if self._running:
+            raise RuntimeError("this stream is already being read by another task")
+        self._running = True
+        try:
+            return await self._take()
+        finally:
+            self._running = False
+
+    async def _take(self) -> tuple[Any, Any]:
         self._read_ahead()
         if not self._ahead:
             self.stop()
@@ -104,8 +118,8 @@ class Stream:
             except asyncio.CancelledError:
                 self.stop()
                 raise
-        if self._done:  # stopped while waiting: the cache is being closed
-            raise StopAsyncIteration
+        if self._done:  # stopped while it waited
+            raise ClosedError("the cache was closed") if self._cut else StopAsyncIteration
         self._ahead.popleft()
         self._held -= size
         block, code = gather.results[0], gather.codes[0]
@@ -125,18 +139,25 @@ class Stream:
         _cancel_all(self._ahead)
         self._ahead.clear()
 
+    def cut(self) -> None:
+        """As `stop`, because the cache is being closed: a later step says so."""
+        self._cut = not self._done
+        self.stop()
+
     def __del__(self) -> None:
-        # Dropped in the middle. Garbage collection may run on any thread, the pool belongs to the loop's.
-        if not self._done and self._ahead and not self._cache._loop.is_closed():
-            ahead, self._ahead = self._ahead, deque()
-            self._cache._loop.call_soon_threadsafe(_cancel_all, ahead)
+        # Dropped in the middle. Garbage collection may run on any thread, the pool belongs to the loop's: what has come
+        # is freed with its last reference, only what still loads needs the loop.
+        loading = [each for each in self._ahead if not each[1].future.done()]
+        self._ahead.clear()
+        if loading and not self._cache._loop.is_closed():
+            self._cache._loop.call_soon_threadsafe(_cancel_all, loading)
 
     async def aclose(self) -> None:
         """As `stop`, for `contextlib.aclosing`."""
         self.stop()
 
 
-def _cancel_all(ahead: deque[tuple[Any, Gather, int]]) -> None:
+def _cancel_all(ahead: Iterable[tuple[Any, Gather, int]]) -> None:
     for _, gather, _ in ahead:
         gather.cancel()
 

@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ PENDING, MEMORY_HIT, DISK_HIT, MISS, NO_ROOM = range(5)
 
 # What one call may do before the loop turns: some hundred microseconds of look-ups, a millisecond of copying.
 TURN_KEYS = 512
+RELOAD_KEYS = 16  # of look-ups: what starting a reload costs
 TURN_BYTES = 4 << 20
 ITEM_BYTES = 8 << 10  # of copying: what a put costs besides its bytes
 
@@ -65,10 +66,13 @@ class RoomQueue:
     if only over several turns, nobody behind it is.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, timeout: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, clock: Clock, timeout: float, on_leave: Callable[[], object]
+    ) -> None:
         self._loop = loop
         self._clock = clock
         self._timeout = timeout
+        self._on_leave = on_leave  # a head that leaves may have been all that was in the way
         self._working = False
         self._waiters: deque[Waiter] = deque()
         self._timers: dict[Waiter, TimerHandle] = {}
@@ -104,6 +108,7 @@ class RoomQueue:
         if timer is not None:
             timer.cancel()
             self._waiters.remove(waiter)
+            self._on_leave()
 
     def _expired(self, waiter: Waiter) -> None:
         if waiter in self._timers:
@@ -197,17 +202,31 @@ class Gather:
         self._room: Room | None = None
         self._room_bytes = 0  # stored bytes of the block it is for
 
-    def start(self, first: int = 0) -> None:
+    def start(self) -> None:
         """Answer what needs no room, some hundred keys a turn, then queue for the rest."""
-        if self.future.done():
-            return
+        if len(self.keys) > 1:
+            for key in self.keys:
+                self._scheduler.table.check_key(key)
+        self._look(0)
+
+    def _look(self, first: int) -> None:
         for index in range(first, min(first + TURN_KEYS, len(self.keys))):
             if not self._without_room(index):
                 self._todo.append(index)
         if first + TURN_KEYS < len(self.keys):
-            self._scheduler.loop.call_soon(self.start, first + TURN_KEYS)
+            self._scheduler.looking.add(self)
+            self._scheduler.loop.call_soon(self._look_on, first + TURN_KEYS)
         elif self._todo:
             self._scheduler.enqueue_load(self)
+
+    def _look_on(self, first: int) -> None:
+        self._scheduler.looking.discard(self)
+        if self.future.done():
+            return
+        try:
+            self._look(first)
+        except Exception as error:
+            self.future.set_exception(error)
 
     def _without_room(self, index: int) -> bool:
         """Answer a key that is in memory or nowhere, or join its reload; False for a block on disk."""
@@ -255,12 +274,15 @@ class Gather:
             self.future.set_result(None)
 
     def step(self) -> int:
-        turn_ends = len(self._todo) - TURN_KEYS
+        left = TURN_KEYS
         while self._todo:
-            if len(self._todo) == turn_ends:
+            if left <= 0:
                 return AGAIN
             index = self._todo[0]
-            if not self._without_room(index):
+            if self._without_room(index):
+                left -= 1
+            else:
+                left -= RELOAD_KEYS
                 try:
                     answer = self._room_step(self.keys[index])
                 except ValueError:  # larger than the pool: written when the store had more memory

@@ -60,13 +60,16 @@ class Flush:
 class InFlight:
     """One batch on its way to the disk."""
 
-    __slots__ = ("bytes", "durable", "expired", "future", "released", "spills", "tombstones", "writer")
+    __slots__ = ("bytes", "clear", "durable", "expired", "future", "released", "spills", "tombstones", "writer")
 
-    def __init__(self, writer: Writer, spills: list[Spill], tombstones: list[WireKey], durable: list[Any]) -> None:
+    def __init__(
+        self, writer: Writer, spills: list[Spill], tombstones: list[WireKey], durable: list[Any], *, clear: bool
+    ) -> None:
         self.writer = writer
         self.spills = spills
         self.tombstones = tombstones
         self.durable = durable
+        self.clear = clear
         self.bytes = sum(spill.stored for spill in spills)
         self.expired = False
         self.released = False
@@ -103,6 +106,7 @@ class Writer:
         self._closed = False
         self._tombstones: dict[WireKey, list[asyncio.Future[None]]] = {}
         self._clear: list[asyncio.Future[None]] | None = None
+        self._clears_unsynced = 0
         self._flushes: list[Flush] = []
         self._in_flight: set[InFlight] = set()
         self._sync_waiters: deque[asyncio.Future[None]] = deque()
@@ -135,6 +139,7 @@ class Writer:
         if self._started and not self._closed and (self._task is None or self._task.done()):
             self._task = self.loop.create_task(self._run(), name="asynckv writer")
             self._task.add_done_callback(lambda _: self.loop.call_soon(self._go_on))
+            self._wake.set()  # an earlier task may have consumed it
 
     def _go_on(self) -> None:
         if self._flushes or self._owes():
@@ -257,13 +262,14 @@ class Writer:
             await self._wake.wait()
             self._wake.clear()
             while self._has_work():
-                if len(self._in_flight) >= BATCHES_IN_FLIGHT_MAX:
-                    await asyncio.wait(self._futures(), return_when=asyncio.FIRST_COMPLETED)
-                    continue
                 try:
+                    if len(self._in_flight) >= BATCHES_IN_FLIGHT_MAX:
+                        await asyncio.wait(self._futures(), return_when=asyncio.FIRST_COMPLETED)
+                        continue
                     await self.tier.prepare(max(self._batch_bytes, self.table.dirty_head_bytes))
-                    self._compose()
-                except (OSError, TimeoutError) as error:
+                    if self._has_work():  # the breaker may have opened meanwhile
+                        self._compose()
+                except OSError as error:
                     self._failed(error)
                     await asyncio.sleep(RETRY_SECONDS)
                 except Exception as error:  # our bug: say so and go on serving, memory still works
@@ -301,7 +307,14 @@ class Writer:
         self._urgent = False
         if not spills and not owed and clear is None:
             return
-        batch = self.tier.compose(spills, list(owed), clear is not None)
+        try:
+            batch = self.tier.compose(spills, list(owed), clear is not None)
+        except BaseException:
+            for spill in reversed(spills):
+                table.finish_spill(spill, False)
+            self._tombstones = owed | self._tombstones
+            self._clear = clear
+            raise
         for spill in reversed(batch.rest_spills):
             table.finish_spill(spill, False)
         for key in batch.rest_tombstones:
@@ -310,11 +323,12 @@ class Writer:
         if clear is not None:
             if batch.clear:
                 durable.extend(clear)
+                self._clears_unsynced += 1
             else:
                 self._clear = clear
         taken = len(batch.spills)
         self._quota = max(0, self._quota - taken)
-        in_flight = InFlight(self, batch.spills, list(owed), durable)
+        in_flight = InFlight(self, batch.spills, list(owed), durable, clear=batch.clear)
         self._in_flight.add(in_flight)
         self.bytes_in_flight += in_flight.bytes
         for flush in self._flushes:
@@ -323,7 +337,12 @@ class Writer:
                 flush.batches.add(in_flight)
                 if flush.first_segment is None:
                     flush.first_segment = batch.segment
-        in_flight.future = self.tier.submit(batch, released=in_flight.on_released)
+        try:
+            in_flight.future = self.tier.submit(batch, released=in_flight.on_released)
+        except Exception as error:
+            in_flight.released = True
+            in_flight.future = self.loop.create_future()
+            in_flight.future.set_exception(error)
         in_flight.future.add_done_callback(in_flight.on_done)
 
     def finish(self, batch: InFlight, future: asyncio.Future[Any]) -> None:
@@ -349,6 +368,9 @@ class Writer:
                 else:
                     table.finish_spill(spill, False)
             table.return_owed(batch.tombstones)
+            if batch.clear:
+                table.lost_clear = True
+                self._clears_unsynced -= 1
             self._answer(batch.durable, error)
             self._failed(error)
         for flush in self._flushes:
@@ -402,6 +424,7 @@ class Writer:
         # One sync at a time; whoever comes meanwhile is covered by the next one.
         while self._sync_waiters:
             waiters, self._sync_waiters = self._sync_waiters, deque()
+            clears = self._clears_unsynced if not any(batch.clear for batch in self._in_flight) else 0
             try:
                 await self.tier.sync()
             except asyncio.CancelledError:
@@ -414,6 +437,9 @@ class Writer:
                 self._answer(waiters, DiskError("sync failed", operation="sync", errno=getattr(error, "errno", None)))
                 self._failed(error)
             else:
+                if clears and self._clears_unsynced == clears:
+                    self._clears_unsynced = 0
+                    self.table.lost_clear = False
                 self._answer(waiters, None)
 
     # -- age -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -35,8 +36,9 @@ NOT_DISKS = frozenset({"tmpfs", "ramfs"})
 class Watchdog:
     """Ends the process when a read takes too long, whatever the event loop does meanwhile."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, folder: Path) -> None:
         self.limit = limit
+        self.folder = folder  # removed before the process ends
         self.began = 0.0  # 0 between reads
         self.number = 0
         self._over = threading.Event()
@@ -49,6 +51,7 @@ class Watchdog:
             if began and time.perf_counter() - began > self.limit:
                 print(f"read {self.number} has not completed within {self.limit} s", file=sys.stderr)
                 faulthandler.dump_traceback(file=sys.stderr)
+                shutil.rmtree(self.folder, ignore_errors=True)
                 os._exit(1)
 
     def stop(self) -> None:
@@ -72,7 +75,7 @@ async def _measure(given: argparse.Namespace, path: Path, loop: str) -> dict[str
     await backend.start(path.parent)
     try:
         file = await backend.open(path.name)
-        watchdog = Watchdog(given.limit)
+        watchdog = Watchdog(given.limit, path.parent)
         try:
             return await _read(given, backend, file, watchdog, loop)
         finally:

@@ -181,7 +181,7 @@ async def _work(
             if block is None:
                 missing += 1
             else:
-                wrong += int(block[:8].view(np.uint64)[0]) != key or block[-1] != sources[first][-1]
+                wrong += int(block[:8].view(np.uint64)[0]) != key or int(block[-1]) != int(sources[first][-1])
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:

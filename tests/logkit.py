@@ -166,6 +166,28 @@ def crash_copy(path: Path, target: Path) -> Path:
     return target
 
 
+async def fill(disk: Disk, keys: Iterable[Any], version: int = 0, size: int = 1000) -> None:
+    """Put a version of each key and flush."""
+    for key in keys:
+        await disk.put(key, value_of(key, version, size))
+    await disk.flush()
+
+
+async def killed(path: Path, target: Path, work: Callable[[Disk], Any], **options: Any) -> Path:
+    """Run a workload and copy the directory before it is closed."""
+    async with Disk(path, **options) as disk:
+        await work(disk)
+        return crash_copy(path, target)
+
+
+def damage(segment: Path, offset: int, length: int = 1) -> None:
+    """Change bytes of a file."""
+    data = bytearray(segment.read_bytes())
+    for at in range(offset, offset + length):
+        data[at] ^= 0x5A
+    segment.write_bytes(data)
+
+
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)

@@ -9,31 +9,17 @@ import shutil
 import time
 
 import pytest
-from logkit import KIB, MIB, Disk, allocated, crash_copy, segments_of, value_of
+from logkit import KIB, MIB, Disk, allocated, crash_copy, damage, fill, killed, segments_of, value_of
 
 from asynckv import Namespace
 from asynckv.errors import CorruptStoreError
-from asynckv.tiers import inspect_directory, verify_directory
-from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, SegmentHeader, segment_seed
-from asynckv.tiers.scan import scan_segment
+from asynckv.tiers import inspect_directory
+from asynckv.tiers.layout import LOG_START, PAGE
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "kv"
-
-
-async def fill(disk: Disk, keys, version: int = 0, size: int = 1000) -> None:
-    for key in keys:
-        await disk.put(key, value_of(key, version, size))
-    await disk.flush()
-
-
-async def killed(path, target, work, **options):
-    """Run a workload and copy the directory before it is closed."""
-    async with Disk(path, **options) as disk:
-        await work(disk)
-        return crash_copy(path, target)
 
 
 async def test_a_clean_close_needs_no_scan_and_a_kill_does(path, tmp_path):
@@ -289,13 +275,6 @@ def failing(*_args, **_named):
     return future
 
 
-def damage(segment, offset: int, length: int = 1) -> None:
-    data = bytearray(segment.read_bytes())
-    for at in range(offset, offset + length):
-        data[at] ^= 0x5A
-    segment.write_bytes(data)
-
-
 async def test_lost_batches_take_what_they_may_have_replaced_with_them(path, tmp_path):
     async def work(disk):
         await fill(disk, range(10))
@@ -331,140 +310,6 @@ async def test_a_torn_batch_does_not_hide_what_was_flushed_before(path, tmp_path
     async with Disk(crashed) as disk:
         found = await disk.get_all(range(5))
         assert found == {key: value_of(key) if key == 2 else value_of(key, 1, 5000) for key in range(5)}
-
-
-@pytest.mark.parametrize("place", [0, 2500, 4999])
-async def test_a_damaged_newest_block_that_was_flushed_is_a_miss(path, tmp_path, place):
-    async def work(disk):
-        for version in range(3):
-            await disk.put(1, value_of(1, version, 5000))
-            await disk.put(2, value_of(2, version, 300))
-            await disk.flush()
-
-    crashed = await killed(path, tmp_path / "crashed", work)
-    (segment,) = segments_of(crashed)
-    damage(segment, segment.read_bytes().find(value_of(1, 2, 5000)) + place)
-    for _ in range(2):
-        async with Disk(crashed) as disk:
-            assert await disk.get_all([1, 2]) == {2: value_of(2, 2, 300)}
-
-
-async def test_a_newest_batch_that_was_flushed_and_is_gone_takes_what_is_older_with_it(path, tmp_path):
-    async def work(disk):
-        await fill(disk, range(3))
-        await disk.delete(1)
-
-    crashed = await killed(path, tmp_path / "crashed", work)
-    (segment,) = segments_of(crashed)
-    found = batches_of(segment)
-    damage(segment, found[-1].offset, found[-1].end - found[-1].offset)
-    async with Disk(crashed) as disk:
-        assert await disk.get_all(range(3)) == {}
-        assert disk.tier.damage
-
-
-async def test_a_claim_that_a_power_loss_took_is_not_missed(path, tmp_path):
-    async def work(disk):
-        await fill(disk, range(5))
-        await fill(disk, range(3), 1)
-
-    crashed = await killed(path, tmp_path / "crashed", work)
-    (segment,) = segments_of(crashed)
-    damage(segment, CLAIM_AT, 200)
-    async with Disk(crashed) as disk:
-        assert await disk.get_all(range(5)) == {key: value_of(key, int(key < 3)) for key in range(5)}
-        assert disk.tier.damage == 0
-
-
-async def test_first_page_and_batches_gone_with_a_claim_left_is_a_loss(path, tmp_path):
-    async def work(disk):
-        await fill(disk, range(30), size=5000)
-        await disk.delete(3)
-
-    options = {"segment": 64 * KIB, "disk": 2 * MIB}
-    crashed = await killed(path, tmp_path / "crashed", work, **options)
-    newest = segments_of(crashed)[-1]
-    damage(newest, 0, PAGE)
-    damage(newest, LOG_START, newest.stat().st_size - LOG_START)
-    async with Disk(crashed, **options) as disk:
-        assert await disk.get_all(range(30)) == {}
-
-
-async def torn(path, target, **options):
-    """A killed store whose newest batch was never synced and is torn; block 2 has an older, flushed version."""
-
-    async def work(disk):
-        await fill(disk, range(5))
-        for key in range(5):
-            await disk.put(key, value_of(key, 1, 5000))
-        await disk.write()
-
-    crashed = await killed(path, target, work, **options)
-    (segment,) = segments_of(crashed)
-    damage(segment, segment.read_bytes().find(value_of(2, 1, 5000)) + 4000)
-    return crashed, {key: value_of(key) if key == 2 else value_of(key, 1, 5000) for key in range(5)}
-
-
-async def test_a_seal_of_a_recovery_whose_footer_was_torn_does_not_vouch_for_torn_batches(path, tmp_path):
-    crashed, expected = await torn(path, tmp_path / "crashed")
-    disk = Disk(crashed)
-    disk.snapshot = False
-    async with disk:
-        assert await disk.get_all(range(5)) == expected
-    assert verify_directory(crashed).ok
-    (segment,) = segments_of(crashed)
-    damage(segment, segment.stat().st_size - 2 * PAGE, 100)
-    async with Disk(crashed) as disk:
-        assert disk.recovered
-        assert await disk.get_all(range(5)) == expected
-
-
-async def test_strict_takes_a_recovered_store_for_whole(path, tmp_path):
-    crashed, expected = await torn(path, tmp_path / "crashed")
-    async with Disk(crashed):
-        pass
-    (crashed / "index.snap").unlink()
-    async with Disk(crashed, recover="strict") as disk:
-        assert await disk.get_all(range(5)) == expected
-
-
-async def test_a_lossy_seal_cuts_what_is_older_without_its_footer_too(path, tmp_path):
-    options = {"segment": 64 * KIB, "disk": 2 * MIB}
-
-    async def work(disk):
-        await fill(disk, range(30), size=5000)
-        await disk.delete(3)
-        await fill(disk, [50])
-        await fill(disk, [51])
-
-    crashed = await killed(path, tmp_path / "crashed", work, **options)
-    segments = segments_of(crashed)
-    deleting = batches_of(segments[-1])[-3]
-    damage(segments[-1], deleting.offset, deleting.end - deleting.offset)
-    expected = {50: value_of(50), 51: value_of(51)}
-    older = {each.name: each.read_bytes() for each in segments[:-1]}
-    disk = Disk(crashed, **options)
-    disk.snapshot = False
-    async with disk:
-        assert await disk.get_all(range(60)) == expected
-    for name, data in older.items():  # as if they could not be removed
-        (crashed / name).write_bytes(data)
-    damage(segments[-1], segments[-1].stat().st_size - 2 * PAGE, 100)
-    async with Disk(crashed, **options) as disk:
-        assert await disk.get_all(range(60)) == expected
-
-
-def batches_of(segment):
-    header = SegmentHeader.decode(segment.read_bytes()[:PAGE])
-    seed = segment_seed(header.store_id, header.namespace, header.number)
-    data = segment.read_bytes()
-    scanner = scan_segment(len(data), seed)
-    want = next(scanner)
-    while True:
-        try:
-            want = scanner.send(memoryview(data)[want[0] : want[0] + want[1]])
-        except StopIteration as end:
-            return end.value.batches
 
 
 @pytest.mark.parametrize("gate", ["open", "rename", "unlink"])

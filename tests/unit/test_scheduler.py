@@ -3,6 +3,7 @@
 import asyncio
 import errno
 
+import pytest
 from scripted_tier import build, finish, settle
 
 KIB = 1 << 10
@@ -111,17 +112,101 @@ async def test_damage_is_a_miss_and_the_block_is_dropped():
     await finish(scheduler, tier)
 
 
-async def test_an_unreadable_block_is_a_miss_once_and_then_gone():
+async def test_a_block_that_cannot_be_read_twice_is_forgotten():
     table, tier, scheduler = build()
     await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    for attempt in range(2):
+        assert table.state(1) == 2, "one error may be the disk's, not the block's"
+        get = asyncio.ensure_future(scheduler.gather([1]))
+        await settle()
+        tier.reads[attempt].released()
+        tier.reads[attempt].future.set_exception(OSError(errno.EIO, "broken"))
+        assert await get == [None]
+    assert scheduler.counters.io_errors == 2
+    assert await scheduler.gather([1]) == [None]
+    assert len(tier.reads) == 2
+    await finish(scheduler, tier)
+
+
+async def test_a_disk_that_fails_for_all_blocks_costs_none_of_them():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, list(range(1, 9)), 40 * KIB)
+    get = asyncio.ensure_future(scheduler.gather(list(range(1, 9))))
+    await settle()
+    for read in tier.reads:
+        read.released()
+        read.future.set_exception(OSError(errno.EIO, "broken"))
+    assert await get == [None] * 8
+    assert not scheduler.breaker.ok
+    scheduler.breaker.probed(True)
+    assert [table.state(key) for key in range(1, 9)] == [2] * 8
+    await finish(scheduler, tier)
+
+
+async def test_a_call_that_gives_up_wakes_the_one_behind_it():
+    table, tier, scheduler = build(memory=256 * KIB)
+    await to_disk(table, tier, scheduler, [1], 200 * KIB)
+    await to_disk(table, tier, scheduler, [2], 10 * KIB)
+    for key in (3, 4, 5):
+        assert scheduler.put_now(key, table.draft(bytes(64 * KIB)))
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    for _ in range(10):
+        await settle()
+        for batch in tier.batches:
+            if not batch.future.done():
+                tier.land(batch)
+    await flush
+    views = [table.get(key) for key in (3, 4, 5)]
+    large = asyncio.ensure_future(scheduler.gather([1], timeout=0.05))
+    await settle()
+    small = asyncio.ensure_future(scheduler.gather([2]))
+    await settle()
+    assert await large == [None]
+    await settle()
+    arrive(tier.reads[-1])
+    assert (await asyncio.wait_for(small, 2))[0] is not None
+    del views, small, large
+    await finish(scheduler, tier)
+
+
+async def test_a_reload_that_was_waited_for_counts_as_a_use():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1, 2], 40 * KIB)
+    scheduler.prefetch([2])
     get = asyncio.ensure_future(scheduler.gather([1]))
     await settle()
-    tier.reads[0].released()
-    tier.reads[0].future.set_exception(OSError(errno.EIO, "broken"))
-    assert await get == [None]
-    assert scheduler.counters.io_errors == 1
-    assert await scheduler.gather([1]) == [None]
-    assert len(tier.reads) == 1
+    for read in tier.reads:
+        arrive(read)
+    await get
+    del get
+    await settle()
+    room = table.room(table.capacity)
+    while room.step() == 0:
+        pass
+    room.cancel()
+    assert [carry.key[0] for carry in table.segment_candidates(0, 1 << 30)] == [1]
+    await finish(scheduler, tier)
+
+
+async def test_a_bad_key_far_into_a_large_batch_is_an_error_and_changes_nothing():
+    table, tier, scheduler = build()
+    assert scheduler.put_now(0, table.draft(b"v"))
+    hits = table.memory_hits
+    with pytest.raises(TypeError):
+        await scheduler.gather([0] * 600 + [2.5])
+    assert table.memory_hits == hits
+    await finish(scheduler, tier)
+
+
+async def test_closing_lets_a_large_batch_finish():
+    table, tier, scheduler = build()
+    for key in range(3000):
+        assert scheduler.put_now(key, table.draft(b"v"))
+    get = asyncio.ensure_future(scheduler.gather(range(3000)))
+    await asyncio.sleep(0)
+    await scheduler.drain()
+    assert all(block is not None for block in await get)
+    del get
     await finish(scheduler, tier)
 
 

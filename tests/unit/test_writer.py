@@ -336,3 +336,75 @@ async def test_a_late_write_keeps_its_extents_until_the_engine_lets_go():
     late.released()
     assert table.quarantined == 0
     await finish(scheduler, tier)
+
+
+async def test_a_clear_that_failed_leaves_every_later_removal_owing_a_tombstone():
+    table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+    clearing = asyncio.ensure_future(scheduler.clear())
+    await settle()
+    tier.land(tier.batches[1], OSError(errno.EIO, "broken"))
+    with pytest.raises(DiskError):
+        await clearing
+    removal = asyncio.ensure_future(scheduler.delete([1]))
+    await settle()
+    assert tier.batches[-1].tombstones == [K[1]], "its old record may still be there"
+    tier.land(tier.batches[-1])
+    assert await removal == 0
+    put(scheduler, 2)
+    removal = asyncio.ensure_future(scheduler.delete([2]))
+    await settle()
+    assert tier.batches[-1].tombstones == [K[2]]
+    tier.land(tier.batches[-1])
+    assert await removal == 1
+    clearing = asyncio.ensure_future(scheduler.clear())
+    await settle()
+    tier.land(tier.batches[-1])
+    await clearing
+    assert not table.lost_clear
+    await finish(scheduler, tier)
+
+
+async def test_an_error_of_ours_in_the_tier_fails_the_flush_and_costs_nothing():
+    table, tier, scheduler = build()
+    put(scheduler, 1)
+    compose, submit = tier.compose, tier.submit
+    for name in ("compose", "submit"):
+
+        def broken(*_, **__):
+            raise MemoryError
+
+        setattr(tier, name, broken)
+        with pytest.raises(DiskError):
+            await asyncio.wait_for(scheduler.writer.flush(), 5)
+        assert table.dirty_blocks == 1
+        tier.compose, tier.submit = compose, submit
+        tier.batches.clear()
+        scheduler.breaker.success()
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    while not flush.done():
+        await asyncio.sleep(0.01)
+        for batch in tier.batches:
+            if not batch.future.done():
+                tier.land(batch)
+    await flush
+    await finish(scheduler, tier)
+
+
+async def test_a_writer_cancelled_in_the_middle_goes_on_with_the_flush():
+    _table, tier, scheduler = build()
+    tier.held = asyncio.Event()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    scheduler.writer._task.cancel()
+    await settle()
+    tier.held.set()
+    await settle()
+    tier.land(tier.batches[0])
+    await asyncio.wait_for(flush, 5)
+    await finish(scheduler, tier)
