@@ -162,7 +162,7 @@ cdef class BlockMap:            # the state; helpers take this
     cdef bint recovering_flag
     cdef bint recover_closed    # cleared during recovery: nothing older may come in
     cdef public bint disk_readable
-    cdef public bint lost_clear     # a clear may not be on disk: records of any key may lie there
+    cdef public bint log_unknown     # a clear or a recovery failed: records of any key may lie on disk
     cdef public bint waiting
     cdef public object wake
     cdef public uint64_t max_spill

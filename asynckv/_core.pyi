@@ -171,8 +171,8 @@ class BlockMap:
     """Called from any thread and inside garbage collection: may only schedule."""
     recovering: bool
     """While True, removed keys leave ghosts that keep older records out; False purges them."""
-    lost_clear: bool
-    """True: a clear could not be made durable, so new entries count as logged and unknown keys owe tombstones."""
+    log_unknown: bool
+    """True: the log may hold unknown records (a failed clear, a recovery cut short): removals owe tombstones."""
     disk_readable: bool
     """False: blocks on disk only are reported absent."""
 

@@ -528,7 +528,7 @@ cdef class BlockMap:
                 return 2
             if self.owed_keys and self.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None:
                 return 2
-            return 2 if self.lost_clear else 0
+            return 2 if self.log_unknown else 0
         logged = self.recovering_flag or (E(self, i).flags & E_LOGGED) != 0
         entry_remove(self, i)
         return 2 if logged else 1

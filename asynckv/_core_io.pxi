@@ -217,7 +217,7 @@ cdef int publish_node(BlockMap t, Key *k, uint32_t n, Desc d, uint64_t stored, o
             desc_release(t, d.index)
             raise
         e = E(t, i)
-        if t.recovering_flag or t.lost_clear or (t.owed_keys and t.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None):
+        if t.recovering_flag or t.log_unknown or (t.owed_keys and t.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None):
             e.flags |= E_LOGGED     # the log may hold an older record, known or not read yet
     else:
         e = E(t, i)

@@ -214,10 +214,14 @@ class Cache:
 
     def _enter(self) -> None:
         """Refuse calls from elsewhere and after close."""
-        if _get_running_loop() is not self._loop:
-            self._foreign()
+        self._check_owner()
         if self._closing is not None:
             raise ClosedError("the cache is closed")
+
+    def _check_owner(self) -> None:
+        """Refuse calls from elsewhere."""
+        if _get_running_loop() is not self._loop:
+            self._foreign()
 
     def _enter_plain(self) -> None:
         if threading.get_ident() != self._thread or (
@@ -572,8 +576,7 @@ class Cache:
 
         Views stay valid. May be called again. Not cut short by cancellation, which is delivered when it is done.
         """
-        if _get_running_loop() is not self._loop:
-            self._foreign()
+        self._check_owner()
         me = asyncio.current_task()
         assert me is not None
         cancels = me.cancelling()

@@ -114,7 +114,7 @@ class Scheduler:
         self.writer = Writer(self, config)
         self._dirty_limit = int(table.capacity * DIRTY_LIMIT)
         self._kicked = False
-        self._closed = False
+        self.closed = False
         self._recovery: asyncio.Task[None] | None = None
         self._known = True  # the index holds all that the log does
         self._recovery_waiters: list[tuple[Gather, int, TimerHandle]] = []
@@ -132,7 +132,7 @@ class Scheduler:
 
     def kick(self) -> None:
         """Something that may make room happened: let the queues look in the next turn, once."""
-        if not self._kicked and not self._closed and (self.load_queue or self.put_queue):
+        if not self._kicked and not self.closed and (self.load_queue or self.put_queue):
             self._kicked = True
             self.loop.call_soon(self._pump)
 
@@ -235,7 +235,7 @@ class Scheduler:
 
     def finish_reload(self, reload: Reload, future: asyncio.Future[bool]) -> None:
         """Publish or discard the bytes of a read that ended, and answer those who wait for it."""
-        if self._closed:
+        if self.closed:
             return
         table, counters, load = self.table, self.counters, reload.load
         self._reading.discard(reload)
@@ -418,9 +418,13 @@ class Scheduler:
         try:
             await self.tier.recover(self._recovery_progress)
             self._known = True
-        except Exception:
-            log.exception("asynckv: recovery ended early; what it did not reach are misses")
+        except (asyncio.CancelledError, Exception) as error:
+            if isinstance(error, asyncio.CancelledError):
+                self.table.log_unknown = True
+                raise
+            log.exception("asynckv: recovery ended early; what it did not reach are misses until the next opening")
             self.counters.io_errors += 1
+            self.table.log_unknown = True
         finally:
             self.table.recovering = False
             self._recovery = None
@@ -459,7 +463,7 @@ class Scheduler:
             self.writer.poke()
         else:
             self.writer.disk_off()
-            if not self._closed:
+            if not self.closed:
                 self._probe = self.loop.create_task(self._probe_until_ok(), name="asynckv probe")
         self.kick()
 
@@ -501,7 +505,7 @@ class Scheduler:
         if self._recovery is not None:
             await asyncio.wait([self._recovery])
         clean = await self.writer.close()
-        self._closed = True
+        self.closed = True
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait([self._probe])

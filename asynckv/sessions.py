@@ -39,6 +39,7 @@ class Request:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._cache._check_owner()
         if self._id is not None:
             self._cache._table.request_end(self._id)
             self._id = None
@@ -154,6 +155,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """As `stop`, for `contextlib.aclosing`."""
+        self._cache._check_owner()
         self.stop()
 
 
@@ -192,10 +194,11 @@ class Reservation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        cache = self._cache
+        cache._check_owner()
         room, self._room = self._room, None
         if room is None:
             return
-        cache = self._cache
         if kind is not None or cache.closed:
             room.cancel()
             cache._scheduler.kick()

@@ -160,7 +160,7 @@ class Reload:
     def on_released(self) -> None:
         """The engine no longer touches the extent."""
         self.released = True
-        if self.expired:
+        if self.expired and not self.scheduler.closed:
             self.scheduler.table.release_load(self.load)
             self.scheduler.kick()
 

@@ -77,7 +77,7 @@ class InFlight:
 
     def on_released(self) -> None:
         self.released = True
-        if self.expired:
+        if self.expired and not self.writer.scheduler.closed:
             for spill in self.spills:
                 self.writer.table.release_spill(spill)
             self.writer.scheduler.kick()
@@ -369,7 +369,7 @@ class Writer:
                     table.finish_spill(spill, False)
             table.return_owed(batch.tombstones)
             if batch.clear:
-                table.lost_clear = True
+                table.log_unknown = True
                 self._clears_unsynced -= 1
             self._answer(batch.durable, error)
             self._failed(error)
@@ -439,7 +439,7 @@ class Writer:
             else:
                 if clears and self._clears_unsynced == clears:
                     self._clears_unsynced = 0
-                    self.table.lost_clear = False
+                    self.table.log_unknown = False
                 self._answer(waiters, None)
 
     # -- age -----------------------------------------------------------------------------------------------------

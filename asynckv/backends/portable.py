@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import threading
+import time
 import warnings
 from collections import deque
 from queue import SimpleQueue
@@ -47,6 +48,8 @@ __all__ = ["ThreadsBackend"]
 
 _log = logging.getLogger("asynckv.backends")
 
+BREATH_SECONDS = 0.002
+BREATH_LENGTH_SECONDS = 50e-6
 _DRAIN = 64  # completions delivered in one turn of the loop: well below a millisecond of work
 _JOIN_S = 1.0  # for a thread that has already said that it ends
 
@@ -105,6 +108,8 @@ class ThreadsBackend(Backend):
         self._in_flight: set[Op] = set()
         self._kinds = {"read": 0, "write": 0, "sync": 0, "call": 0}
         self._done: deque[Op] = deque()
+        self._arrivals = 0  # since the last breath
+        self._breath: asyncio.TimerHandle | None = None
         self._woken = False
         self._timer: TimerHandle | None = None
         self._timer_at = math.inf
@@ -242,6 +247,8 @@ class ThreadsBackend(Backend):
                 return self._reject(op, OSError(errno.EBADF, "the file is closed"))
             file.busy += 1
         self._in_flight.add(op)
+        if self._breath is None:
+            self._breath = self.loop.call_later(BREATH_SECONDS, self._breathe)
         op.deadline = deadline = self._clock.monotonic() + (self.timeout if timeout is None else timeout)
         if deadline < self._timer_at:
             self._arm(deadline)
@@ -251,6 +258,19 @@ class ThreadsBackend(Backend):
                 return op.future
         self._dispatch(op)
         return op.future
+
+    def _breathe(self) -> None:
+        """Let workers run beside a loop that never blocks.
+
+        Such a loop gives the interpreter lock up for microseconds only, and each time a waiting worker starts its 5 ms
+        of patience anew (CPython, Python/ceval_gil.c): a healthy disk would miss its deadlines.
+        """
+        self._breath = None
+        if self._in_flight:
+            if not self._arrivals:
+                time.sleep(BREATH_LENGTH_SECONDS)
+            self._arrivals = 0
+            self._breath = self.loop.call_later(BREATH_SECONDS, self._breathe)
 
     def _dispatch(self, op: Op) -> None:
         """Send an operation to the workers of its lane."""
@@ -327,6 +347,7 @@ class ThreadsBackend(Backend):
 
     def _drain(self) -> None:
         self._woken = False
+        self._arrivals += 1
         popleft = self._done.popleft
         for _ in range(_DRAIN):
             try:
@@ -467,6 +488,8 @@ class ThreadsBackend(Backend):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._breath is not None:
+            self._breath.cancel()
         if not stuck:
             self.files.detach()
         else:

@@ -52,6 +52,7 @@ class Directory:
         self._identity = (info.st_dev, info.st_ino)
         self.own_bytes = max(info.st_blocks * 512, PAGE)
         self._lock_fd = -1
+        self._pid = os.getpid()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, create: bool = True) -> Self:
@@ -180,6 +181,11 @@ class Directory:
             return _ask_kernel(fd)
         finally:
             os.close(fd)
+
+    def __del__(self) -> None:
+        # A cache that was dropped without being closed must not keep its directory for the life of the process.
+        if self.fd >= 0 and self._pid == os.getpid():
+            self.close()
 
     def unlock(self) -> None:
         """Let go of the lock; the file stays, because removing it would race with the next owner."""

@@ -236,11 +236,15 @@ class LogWriter:
                 released()
             result.set_result([])
             return result
-        batch.future = result
         plan, fields = batch.plan, batch.fields
         spills, carries, tombstones = batch.spills, batch.carries, batch.tombstones
         assert plan is not None
-        buffer = self.staging.take(staging_bytes(plan, spills, carries))
+        try:
+            buffer = self.staging.take(staging_bytes(plan, spills, carries))
+        except BaseException:
+            batch.state = FAILED  # its area stays a hole, nobody waits for it
+            raise
+        batch.future = result
 
         def prepare() -> tuple[Sequence[Any], Any]:
             buffers, checksums, piece = write_batch(plan, spills, carries, tombstones, buffer, segment.seed, **fields)

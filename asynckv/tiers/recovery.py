@@ -16,11 +16,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import CHUNK_MAX, apply_records
-from asynckv.errors import CorruptStoreError
+from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.layout import PAGE, Seal, SegmentHeader
 from asynckv.tiers.log import DURABLE
 from asynckv.tiers.scan import Found, Scan, footer_chunk, scan_segment, verify_batch
@@ -169,9 +170,10 @@ class Recovery:
                 continue
             try:
                 await self._segment(segment)
-            except TimeoutError:
-                self._cut = True
-                self.damaged(f"segment {segment.number} could not be read in time")
+            except TimeoutError as error:  # nothing is known to be damaged: what is older stays for the next opening
+                raise DiskError(
+                    f"segment {segment.number} could not be read in time", operation="recover", errno=errno.ETIMEDOUT
+                ) from error
             progress()
             await asyncio.sleep(0)
 

@@ -182,7 +182,7 @@ def test_verify(store, capsys):
 def test_verify_finds_a_flipped_bit(store, capsys):
     path = sorted(store.glob("*.seg"))[0]
     data = bytearray(path.read_bytes())
-    place = data.index(b"\0" * 8, 8192) - 100  # inside the payloads, in front of the first gap
+    place = data.index(b"\0" * 8, 4 * 4096) - 100  # inside the payloads, in front of the first gap
     data[place] ^= 4
     path.write_bytes(data)
     status, report = run_json(capsys, "verify", store)

@@ -365,7 +365,7 @@ async def test_a_clear_that_failed_leaves_every_later_removal_owing_a_tombstone(
     await settle()
     tier.land(tier.batches[-1])
     await clearing
-    assert not table.lost_clear
+    assert not table.log_unknown
     await finish(scheduler, tier)
 
 
