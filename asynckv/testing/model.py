@@ -120,7 +120,7 @@ class ModelCache:
     # what may be seen
 
     def allowed(self, key: Hashable) -> set[Hashable]:
-        """Versions that a get in this session may return now, `MISS` among them."""
+        """Versions that a get may return now, without a restart, `MISS` among them."""
         versions = {MISS, *self._initial.get(key, ())}
         for change in self._changes.get(key, ()):
             if change.sure:
@@ -143,7 +143,7 @@ class ModelCache:
         return versions
 
     def check(self, key: Hashable, got: Hashable) -> None:
-        """Fail when a get in this session must not have returned this."""
+        """Fail when a get without a restart must not have returned this."""
         allowed = self.allowed(key)
         assert got in allowed, f"{key!r}: got {got!r}, allowed {allowed!r}"
 

@@ -368,7 +368,7 @@ class LogWriter:
     # -- sealing -------------------------------------------------------------------------------------------------
 
     async def seal(self, segment: Segment, following: int = 0) -> None:
-        """Close a segment of this session: footer, seal, truncated, durable.
+        """Close a segment of this opening: footer, seal, truncated, durable.
 
         Parameters
         ----------

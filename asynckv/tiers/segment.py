@@ -97,7 +97,7 @@ class Segment:
     position, body_sum
         Where the next batch goes; upper bound of the bodies so far, for the size of the footer.
     batches
-        Batches of this session in log order.
+        Batches of this opening in log order.
     synced, good
         Below this offset every batch ended well and is durable, or is a known hole; how many ended well.
     """

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,20 @@ MOMENTS = (
 CLOSE_OPERATIONS = 120
 
 
+def _listing(directory: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each file, in nanoseconds."""
+    if not directory.exists():
+        return []
+    return sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in os.scandir(directory))
+
+
 class Run:
     """One life of the worker, from its start to its end, killed or not."""
 
     def __init__(self, history: History, command: list[str], moment: tuple[str, float] | None) -> None:
         self.history = history
         self.phase = ""
+        self.lines: list[str] = []
         self.wrong: list[str] = []
         self.dropped = 0
         self.disk_used = 0
@@ -101,6 +110,7 @@ class Run:
                     self._take(line.decode())
 
     def _take(self, line: str) -> None:
+        self.lines.append(line)
         word, *rest = line.split(" ")
         history = self.history
         if word == "phase":
@@ -157,6 +167,7 @@ class Campaign:
     def _fresh(self) -> None:
         self.stores += 1
         self.directory = self.tmp_path / f"store-{self.stores}"
+        self.lives: deque[Any] = deque(maxlen=3)
         self.history = History(KEYS, may_drop=self.may_drop)
 
     def _command(self, operations: int) -> list[str]:
@@ -166,7 +177,11 @@ class Campaign:
 
     def _run(self, operations: int, moment: tuple[str, float] | None) -> Run:
         acknowledged, observed = self.history.acknowledged, self.history.observed
+        files = _listing(self.directory)
         run = Run(self.history, self._command(operations), moment)
+        self.lives.append((files, moment, run.lines))
+        if run.wrong:  # too rare to be made again at will: what the last lives did and found
+            print("\n".join(map(repr, [*self.lives, _listing(self.directory)])))
         self.history.crash()
         self.acknowledged += self.history.acknowledged - acknowledged
         self.observed += self.history.observed - observed
