@@ -446,10 +446,7 @@ class Cache:
         """A checked block, None for one that could never fit."""
         table = self._table
         table.check_key(key)
-        try:
-            draft = table.draft(block)
-        except BlockTooLargeError:
-            return None
+        draft = table.draft(block)
         return draft if table.fits(draft) else None
 
     async def put_many(self, items: Iterable[tuple[Any, Any]]) -> list[bool]:

@@ -418,14 +418,11 @@ class Scheduler:
         try:
             await self.tier.recover(self._recovery_progress)
             self._known = True
-        except (asyncio.CancelledError, Exception) as error:
-            if isinstance(error, asyncio.CancelledError):
-                self.table.log_unknown = True
-                raise
+        except Exception:
             log.exception("asynckv: recovery ended early; what it did not reach are misses until the next opening")
             self.counters.io_errors += 1
-            self.table.log_unknown = True
         finally:
+            self.table.log_unknown |= not self._known
             self.table.recovering = False
             self._recovery = None
             self._recovery_progress()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asynckv._core import Spill
     from asynckv.config import Config
     from asynckv.scheduler import Scheduler
-    from asynckv.tiers.base import Tier
+    from asynckv.tiers.base import Tier, WireKey
 
 log = logging.getLogger("asynckv")
 
@@ -41,8 +41,6 @@ TICK_SECONDS_MIN = 0.05
 # the pool is clean when room is needed.
 WRITE_ABOVE = 1 / 2
 WRITE_DOWN_TO = 3 / 8
-
-WireKey = tuple[int, bytes]
 
 
 class Flush:
@@ -430,7 +428,13 @@ class Writer:
             except asyncio.CancelledError:
                 self._sync_waiters.extendleft(waiters)
                 raise
-            except (OSError, TimeoutError) as error:
+            except Exception as error:
+                if not isinstance(error, OSError):  # our bug: those who wait are told all the same
+                    log.exception("asynckv: a sync failed")
+                under_way = sum(batch.clear for batch in self._in_flight)
+                if self._clears_unsynced > under_way:
+                    self._clears_unsynced = under_way
+                    self.table.log_unknown = True
                 # What those wait for who came meanwhile was taken back with it: no later sync speaks of that.
                 waiters.extend(self._sync_waiters)
                 self._sync_waiters.clear()

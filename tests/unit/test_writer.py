@@ -408,3 +408,34 @@ async def test_a_writer_cancelled_in_the_middle_goes_on_with_the_flush():
     tier.land(tier.batches[0])
     await asyncio.wait_for(flush, 5)
     await finish(scheduler, tier)
+
+
+async def test_a_clear_whose_sync_failed_leaves_every_later_removal_owing_a_tombstone():
+    table, tier, scheduler = build()
+    clearing = asyncio.ensure_future(scheduler.clear())
+    await settle()
+    tier.sync_error = OSError(errno.EIO, "broken")
+    tier.land(tier.batches[0])
+    with pytest.raises(DiskError):
+        await clearing
+    assert table.log_unknown
+    tier.sync_error = None
+    removal = asyncio.ensure_future(scheduler.delete([1]))
+    await settle()
+    tier.land(tier.batches[-1])
+    await removal
+    assert table.log_unknown, "a sync of something else does not bring the clear back"
+    await finish(scheduler, tier)
+
+
+async def test_an_error_of_ours_in_a_sync_reaches_those_who_wait():
+    _table, tier, scheduler = build()
+    put(scheduler, 1)
+    tier.sync_error = MemoryError()
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    with pytest.raises(DiskError):
+        await asyncio.wait_for(flush, 5)
+    tier.sync_error = None
+    await finish(scheduler, tier)
