@@ -276,6 +276,10 @@ class Backend(ABC):
         """Grow a file to a size with blocks allocated where the file system can; they read as zeros."""
         return self.call("allocate", file, size)
 
+    def settle(self, file: File) -> asyncio.Future[None]:
+        """Wait for writes under way on a file that nobody here can await: those of a process that died."""
+        return self.call("settle", file)
+
     def truncate(self, file: File, size: int) -> asyncio.Future[None]:
         """Set the size of a file."""
         return self.call("truncate", file, size)

@@ -221,7 +221,7 @@ class ThreadsBackend(Backend):
                 return self._cold(Open, self._open, args, None, timeout)
             case "close":
                 return self._cold(Close, self._close_file, args, args[0], timeout)
-            case "allocate" | "truncate":
+            case "allocate" | "truncate" | "settle":
                 return self._cold(Call, getattr(self, "_" + function), args, args[0], timeout)
             case "statvfs":
                 return self._cold(Call, files.free_bytes, args, None, timeout)
@@ -312,6 +312,9 @@ class ThreadsBackend(Backend):
     def _allocate(self, file: File, size: int) -> None:
         self.files.allocate(file.fd, size)
         file.size = max(file.size, size)
+
+    def _settle(self, file: File) -> None:
+        self.files.settle(file.fd)
 
     def _truncate(self, file: File, size: int) -> None:
         self.files.truncate(file.fd, size)

@@ -397,6 +397,8 @@ class BackendContract:
             assert size == 8 * PAGE <= allocated
             await backend.allocate(file, 16 * PAGE)
             assert file.size == 16 * PAGE
+            await backend.settle(file)
+            assert file.size == (await backend.stat("a"))[0] == 16 * PAGE
             await backend.truncate(file, 2 * PAGE)
             assert file.size == (await backend.stat("a"))[0] == 2 * PAGE
             await backend.rename("a", "b")
@@ -410,6 +412,22 @@ class BackendContract:
             await backend.unlink("b")
             assert await backend.list() == []
             assert await backend.free_bytes() > 0
+
+    async def test_settle_changes_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "sparse").touch()
+        os.truncate(tmp_path / "sparse", 64 * PAGE)
+        async with self.opened(tmp_path) as backend:
+            file = await backend.open("sparse")
+            await backend.settle(file)
+            size, allocated = await backend.stat("sparse")
+            assert size == 64 * PAGE
+            assert allocated <= 4 * PAGE
+            data = aligned(PAGE)
+            data[:] = pattern(PAGE)
+            await backend.write(file, 0, [data])
+            await backend.settle(file)
+            await backend.read(file, 0, data)
+            assert bytes(data) == pattern(PAGE)
 
     async def test_whole_files(self, tmp_path: Path) -> None:
         async with self.opened(tmp_path) as backend:

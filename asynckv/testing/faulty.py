@@ -129,8 +129,8 @@ def _with_fault(name: str) -> Any:
 
 
 for _name in (
-    "open", "truncate", "allocate", "rename", "unlink", "sync_directory", "list", "stat", "free_bytes", "read_file",
-    "write_file",
+    "open", "truncate", "allocate", "settle", "rename", "unlink", "sync_directory", "list", "stat", "free_bytes",
+    "read_file", "write_file",
 ):  # fmt: skip
     setattr(FaultyFiles, _name, _with_fault(_name))
 

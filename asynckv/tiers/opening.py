@@ -4,6 +4,8 @@ Invariants
 ----------
 * Whatever is there, opening ends and serves; only ``strict`` refuses.
 * A file name in our pattern is a segment, whatever is in it; files of other names are counted and left alone.
+* A write of the owner before may reach the disk after that process has died. A file that it may have been writing to
+  is settled before it is believed or used again, so that the next opening does not find more than this one showed.
 * New segments get numbers above every number that was ever seen, so a foreign or damaged file with a high number cannot
   hide ours: only its own bytes are ignored. Numbers that no store reaches are not believed.
 * Below the cap, before anything is served: the oldest segments go first.
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable
 
-    from asynckv.backends.base import Backend
+    from asynckv.backends.base import Backend, File
     from asynckv.clock import Clock
     from asynckv.tiers.directory import Directory
     from asynckv.tiers.reclaim import Reclaimer
@@ -143,9 +145,12 @@ class Opening:
 
     async def _take_spare(self, size: int, charge: int) -> None:
         if self.set.segment_bytes // 2 <= size <= self.set.segment_bytes:
-            self.set.spare = Spare(None, size, charge)
-        else:
-            await self.backend.unlink(SPARE_NAME)
+            with contextlib.suppress(OSError):
+                file = await self.backend.open(SPARE_NAME)
+                await self.backend.settle(file)
+                self.set.spare = Spare(file, size, charge)
+                return
+        await self.backend.unlink(SPARE_NAME)
 
     async def _peek_all(self, found: list[Segment]) -> list[tuple[SegmentHeader | None, Seal | None]]:
         limit = asyncio.Semaphore(PEEKS_AT_ONCE)
@@ -157,17 +162,28 @@ class Opening:
         return await asyncio.gather(*(one(segment) for segment in found))
 
     async def _peek(self, segment: Segment) -> tuple[SegmentHeader | None, Seal | None]:
-        """First and last page."""
+        """First and last page; of a segment that was still written to, once nothing is under way."""
         if not PAGE <= segment.size <= SEGMENT_BYTES_MAX:
             return None, None
-        last = segment.size // PAGE * PAGE - PAGE
-        first_page, last_page = bytearray(PAGE), bytearray(PAGE)
-        header = seal = None
         try:
             file = await self.backend.open(segment.name)
         except OSError as error:
             self.logger.warning("asynckv: a segment could not be opened: %s", error.strerror)
             return None, None
+        try:
+            header, seal = await self._ends(file, segment.size)
+            if seal is None or segment.size == seal.size:  # a shorter one was durable before it was cut to its length
+                await self._settle(file)
+                header, seal = await self._ends(file, segment.size)
+            return header, seal
+        finally:
+            with contextlib.suppress(OSError):
+                await self.backend.close_file(file)
+
+    async def _ends(self, file: File, size: int) -> tuple[SegmentHeader | None, Seal | None]:
+        last = size // PAGE * PAGE - PAGE
+        first_page, last_page = bytearray(PAGE), bytearray(PAGE)
+        header = seal = None
         try:
             await self.backend.read(file, 0, memoryview(first_page))
             header = SegmentHeader.decode(bytes(first_page))
@@ -176,10 +192,15 @@ class Opening:
                 seal = Seal.decode(bytes(last_page), last)
         except OSError as error:
             self.logger.warning("asynckv: a segment could not be read: %s", error.strerror)
-        finally:
-            with contextlib.suppress(OSError):
-                await self.backend.close_file(file)
         return header, seal
+
+    async def _settle(self, file: File) -> None:
+        try:
+            await self.backend.settle(file)
+        except TimeoutError as error:
+            raise DiskError(
+                "a write of the process that had the store before does not end", operation="open", errno=errno.ETIMEDOUT
+            ) from error
 
     async def _store_id(self, names: set[str], headers: list[SegmentHeader | None]) -> bytes:
         """From the superblock; else what the segments agree on; else a new one, written."""

@@ -180,7 +180,7 @@ class Spare:
 
     __slots__ = ("charge", "file", "size")
 
-    def __init__(self, file: File | None, size: int, charge: int) -> None:
+    def __init__(self, file: File, size: int, charge: int) -> None:
         self.file = file
         self.size = size
         self.charge = charge
@@ -391,12 +391,11 @@ class SegmentSet:
             sealed_upto=min(self.sealed_upto(), number - 1),
             previous=own[-1].number if own else 0,
         )
-        if self.spare is None or self.spare.file is None:
+        if self.spare is None:
             await self._make_spare()
         spare = self.spare
         assert spare is not None
         file = spare.file
-        assert file is not None
         more = max(self.segment_bytes - spare.charge, 0)
         self._pending += more
         try:
@@ -441,10 +440,6 @@ class SegmentSet:
         return segment
 
     async def _make_spare(self) -> None:
-        if self.spare is not None:  # there, but not open
-            spare = self.spare
-            spare.file = await self.backend.open(SPARE_NAME)
-            return
         await self._free_spare_name()
         self._pending += self.segment_bytes
         try:
@@ -483,9 +478,8 @@ class SegmentSet:
         try:
             with contextlib.suppress(FileNotFoundError):
                 await self.backend.unlink(SPARE_NAME)
-            if spare.file is not None:
-                with contextlib.suppress(OSError):
-                    await self._close_quietly(spare.file)
+            with contextlib.suppress(OSError):
+                await self._close_quietly(spare.file)
         except OSError:
             self.spare = spare
             raise
@@ -571,7 +565,6 @@ class SegmentSet:
         for segment in self._segments.values():
             if not segment.users:
                 self._close_file(segment)
-        if self.spare is not None and self.spare.file is not None:
+        if self.spare is not None:
             self._close_quietly(self.spare.file)
-            self.spare.file = None
         await wait_at_most(self.clock, self.backend.timeout, list(self._closers))

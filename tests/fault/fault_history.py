@@ -141,6 +141,7 @@ class History:
         self.keys = [KeyHistory() for _ in range(keys)]
         self.may_drop = may_drop
         self.flushes: dict[int, list[int]] = {}
+        self.clears: list[list[int]] = []  # under way: where in its states each key became absent
         self.acknowledged = 0
         self.observed = 0
 
@@ -155,6 +156,7 @@ class History:
     def begin_clear(self) -> None:
         for key in self.keys:
             key.begin(None)
+        self.clears.append([len(key.states) - 1 for key in self.keys])
 
     def end_put(self, index: int) -> None:
         self.keys[index].end()
@@ -166,8 +168,10 @@ class History:
         key.keep(key.ended)
 
     def end_clear(self) -> None:
-        for index in range(len(self.keys)):
-            self.end_delete(index)
+        """A clear that returned is durable; what was put while it ran is not."""
+        for key, index in zip(self.keys, self.clears.pop(0), strict=True):
+            key.ended = max(key.ended, index)
+            key.keep(index)
 
     def begin_flush(self, number: int) -> None:
         self.flushes[number] = [key.ended for key in self.keys]
@@ -180,6 +184,7 @@ class History:
     def crash(self) -> None:
         """The process died: calls under way will never return, and no later flush speaks of what was put before."""
         self.flushes.clear()
+        self.clears.clear()
         for key in self.keys:
             key.ended = key.floor
 

@@ -86,7 +86,8 @@ class Worker:
         draw = self.random
         while self.budget > 0:
             self.budget -= 1
-            await self.calm.wait()
+            while not self.calm.is_set():  # a waiter may wake up after the next clear has begun
+                await self.calm.wait()
             self.busy += 1
             self.idle.clear()
             try:
@@ -102,7 +103,7 @@ class Worker:
                 self.busy -= 1
                 if not self.busy:
                     self.idle.set()
-            if what >= 0.998:
+            if what >= 0.99:
                 await self._clear()
             elif what >= 0.94:
                 await self._flush()
