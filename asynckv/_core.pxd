@@ -71,6 +71,8 @@ cdef class Arena:               # the mapping; lives as long as the table or any
     cdef uint32_t outstanding   # pins and rooms that may still be pushed
     cdef unsigned int generation
     cdef void *table            # borrowed, NULL once the table is gone
+    cdef size_t ready_low       # bytes from the bottom on, and
+    cdef size_t ready_high      # from here to the top, that have their pages
 
 cdef class Desc:                # an interned descriptor: how to rebuild a block from its stored bytes
     cdef readonly bytes raw
@@ -96,9 +98,11 @@ cdef class BlockMap:            # the state; helpers take this
     cdef readonly uint64_t capacity
     cdef uint32_t granule_shift
     cdef uint32_t granules
+    cdef uint32_t used_low      # aligned extents were taken below it,
+    cdef uint32_t used_high     # small ones above it
     cdef uint32_t align         # granules per 4096 bytes
     cdef unsigned int generation
-    cdef bint closed
+    cdef readonly bint closed
     # entries
     cdef Entry **entries
     cdef uint32_t entry_pieces

@@ -177,6 +177,8 @@ class BlockMap:
     """False: blocks on disk only are reported absent."""
 
     @property
+    def closed(self) -> bool: ...
+    @property
     def capacity(self) -> int: ...
     @property
     def used(self) -> int: ...
@@ -319,6 +321,13 @@ class Table(BlockMap):
         """Next cursor and (kind, key, slot, offset, stored, checksum, desc id) of blocks with a location."""
     def check(self) -> None:
         """Check every invariant; InternalError. Cost grows with the table."""
+    def pages_wanted(self, ahead: int) -> tuple[int, int] | None:
+        """Byte range of the pool that comes into use next and has no pages: None while half of `ahead` is ready."""
+    def touch_pages(self, start: int, end: int) -> None:
+        """Give a range of the pool its pages, without the GIL and without a change to any byte; for a thread."""
+    def pages_ready(self, start: int, end: int) -> None:
+        """That range, of `pages_wanted`, is not wanted any more."""
     def leak(self) -> None:
         """Keep the mapping for ever: I/O on it never ended."""
-    def close(self) -> None: ...
+    def close(self) -> Arena | None:
+        """End; the mapping, which its last holder unmaps."""

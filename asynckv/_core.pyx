@@ -164,6 +164,7 @@ cdef class BlockMap:
             raise MemoryError()
         self.arena = Arena.__new__(Arena, size)
         self.arena.table = <void *>self
+        self.used_high = self.granules
         nodes_reserve(self, 4)
         if self.granules:
             self.first_node = node_take(self)

@@ -4,7 +4,8 @@ cdef extern from "_core_c.h":
     int akv_watch_forks() noexcept
     unsigned int akv_generation() noexcept
     void *akv_map(size_t size) noexcept
-    void akv_unmap(void *p, size_t size) noexcept
+    void akv_unmap(void *p, size_t size) noexcept nogil
+    void akv_touch(char *p, size_t size) noexcept nogil
     void *akv_alloc64(size_t size) noexcept
     int akv_clz32(uint32_t x) noexcept
     int akv_ctz64(uint64_t x) noexcept
@@ -51,6 +52,7 @@ cdef enum:
     MAX_SLOT = 0xFFFF
     DIRECT_MIN = 32768          # from here on extents are 4096-aligned and read and written whole
     MAX_EVICT = 256             # evictions per loop turn
+    TOUCH_STEP = 1 << 21
     SCAN_LIMIT = 32768          # nodes looked at per loop turn, about half a millisecond
     # node states
     FREE = 1                    # in a bin

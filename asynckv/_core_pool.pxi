@@ -15,13 +15,25 @@ cdef class Arena:
         self.base = <char *>akv_map(size)
         if self.base == NULL:
             raise MemoryError("cannot map the memory pool")
-        self.size = size
+        self.size = self.ready_high = size
 
     def __dealloc__(self):
         # In a forked child the range is not mapped, or is something else by now.
         if self.base != NULL and self.generation == akv_generation():
-            akv_unmap(self.base, self.size)
+            with nogil:         # 0.1 s for each GiB of small pages
+                akv_unmap(self.base, self.size)
         free(self.released)
+
+    def touch(self, uint64_t start, uint64_t end):
+        cdef size_t at = start
+        cdef size_t step
+        if not start <= end <= self.size or self.generation != akv_generation():
+            raise ValueError("a range outside the pool")
+        with nogil:
+            while at < end and self.table != NULL:      # until the table is closed
+                step = min(<size_t>TOUCH_STEP, end - at)
+                akv_touch(self.base + at, step)
+                at += step
 
 
 cdef int arena_expect(Arena arena) except -1:
@@ -323,9 +335,36 @@ cdef uint32_t pool_take_free(BlockMap t, uint32_t size, uint32_t align) noexcept
         b += 1
     p = N(t, best)
     # Small extents from the top, aligned ones from the bottom: the two kinds fragment each other less.
-    start = align_up(p.offset, align) if align > 1 else node_end(p) - size
+    if align > 1:
+        start = align_up(p.offset, align)
+        if start + size <= t.used_high:
+            t.used_low = max(t.used_low, <uint32_t>start + size)
+    else:
+        start = node_end(p) - size
+        if start >= t.used_low:
+            t.used_high = min(t.used_high, <uint32_t>start)
     bin_remove(t, best)
     return pool_carve(t, best, <uint32_t>start, size)
+
+
+cdef bint pages_wanted(BlockMap t, uint64_t ahead, size_t *start, size_t *end) noexcept:
+    """The range that comes into use next and has no pages: due when less than half of `ahead` is ready.
+
+    At the top, where small blocks come from, an eighth of it is enough.
+    """
+    cdef Arena arena = t.arena
+    cdef uint64_t used = <uint64_t>t.used_low << t.granule_shift
+    if arena.ready_low < min(used + ahead // 2, arena.ready_high):
+        start[0] = arena.ready_low
+        end[0] = min(used + ahead, arena.ready_high)
+        return True
+    used = <uint64_t>t.used_high << t.granule_shift
+    ahead = ahead // 8
+    if arena.ready_high > max(used - min(used, ahead // 2), arena.ready_low):
+        start[0] = max((used - min(used, ahead)) & ~<uint64_t>4095, arena.ready_low)
+        end[0] = arena.ready_high
+        return True
+    return False
 
 
 cdef void cursors_move(BlockMap t, uint32_t gone, uint32_t into) noexcept:

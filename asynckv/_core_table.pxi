@@ -370,6 +370,27 @@ cdef class Table(BlockMap):
         audit_entries(self)
         audit_hash(self)
 
+    def pages_wanted(self, ahead):
+        cdef size_t start = 0
+        cdef size_t end = 0
+        enter(self)
+        return (start, end) if pages_wanted(self, ahead, &start, &end) else None
+
+    def touch_pages(self, start, end):
+        cdef Arena arena = self.arena       # on another thread than all else
+        if arena is not None:
+            arena.touch(start, end)
+
+    def pages_ready(self, start, end):
+        cdef Arena arena = self.arena
+        enter(self)
+        if start == arena.ready_low:
+            arena.ready_low = max(<size_t>end, arena.ready_low)
+        elif end == arena.ready_high:
+            arena.ready_high = start
+        else:
+            raise InternalError("pages in the middle of the pool")
+
     def leak(self):
         # One reference that nobody gives back: the mapping outlives everything, for I/O that never ended.
         if self.arena is not None:
@@ -377,8 +398,9 @@ cdef class Table(BlockMap):
 
     def close(self):
         cdef uint32_t n
+        cdef Arena arena
         if self.closed or self.generation != akv_generation():
-            return
+            return None
         drain(self)
         n = self.first_node
         while n != NONE:
@@ -389,5 +411,6 @@ cdef class Table(BlockMap):
         self.closed = True
         self.waiting = False
         self.wake = None
-        self.arena.table = NULL
-        self.arena = None           # the last view unmaps
+        arena, self.arena = self.arena, None
+        arena.table = NULL
+        return arena                # whose last holder unmaps

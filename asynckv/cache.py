@@ -20,6 +20,7 @@ from asynckv.buffers import copy_payload, writable_bytes
 from asynckv.config import Config
 from asynckv.errors import BlockTooLargeError, ClosedError
 from asynckv.gauges import read_gauges
+from asynckv.pages import Pages
 from asynckv.scheduler import Scheduler
 from asynckv.sessions import Request, Reservation, Stream
 from asynckv.stats import Stats
@@ -149,6 +150,7 @@ class Cache:
         self._thread = threading.get_ident()
         self._pid = os.getpid()
         self._table = Table(config.memory, policy=config.policy)
+        self._pages = Pages(self._loop, self._table)
         self._tier: DiskTier | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closed = False
@@ -164,18 +166,20 @@ class Cache:
         clock = config.clock
         table = cache._table
         tier: DiskTier | None = None
-        if config.disk:
-            tier = cache._tier = DiskTier(config, table, clock)
-            try:
+        try:
+            await cache._pages.open()
+            if config.disk:
+                tier = cache._tier = DiskTier(config, table, clock)
                 await tier.open()
-            except BaseException:
-                table.close()
-                raise
+        except BaseException:
+            table.close()
+            raise
+        if tier is not None:
             table.max_spill = tier.max_block
             table.backed = True
             if tier.recovering and config.recover == "strict":
                 await cls._recover_strictly(table, tier)
-        cache._scheduler = Scheduler(cache._loop, table, tier, config, clock)
+        cache._scheduler = Scheduler(cache._loop, table, tier, config, clock, on_turn=cache._pages.look)
         cache._opened = True
         if tier is not None:
             if tier.recovering:
@@ -364,9 +368,10 @@ class Cache:
             for index in range(start, end):
                 block, blocks[index - start] = blocks[index - start], None
                 if block is not None:
+                    while self._scheduler.turn_is_spent:  # noqa: ASYNC110 - a turn is all there is to wait for
+                        await asyncio.sleep(0)
                     size = results[index] = copy_payload(block, targets[index])
-                    if self._turn_is_due(size):
-                        await self._turn()
+                    self._scheduler.spend(size)
             start = end
         return results
 
@@ -596,7 +601,7 @@ class Cache:
         if stuck:
             log.warning("asynckv: %d disk operations never ended; their memory is kept", stuck)
             self._table.leak()
-        self._table.close()
+        await self._pages.close()
         self._closed = True
 
     @property

@@ -40,6 +40,8 @@ from asynckv.waiting import (
 from asynckv.writer import Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asynckv._core import Draft, Room, Table
     from asynckv.clock import Clock, TimerHandle
     from asynckv.config import Config
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asynckv")
 
 LATENCIES_KEPT = 4096
+COPY_BYTES = 1 << 20  # in one turn of the loop, by all calls together: some 0.2 ms
 FAILED_READS_KEPT = 1024
 PREFETCH_BLOCKS_MAX = 512
 # Of the pool: dirty blocks never hold more than this, so that reloads always find clean or free room.
@@ -93,10 +96,18 @@ class Scheduler:
     ----------
     table, tier
         The tier is None for a store that lives in memory only.
+    on_turn
+        Called after each turn of the loop in which room of the pool came into use.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, table: Table, tier: Tier | None, config: Config, clock: Clock
+        self,
+        loop: asyncio.AbstractEventLoop,
+        table: Table,
+        tier: Tier | None,
+        config: Config,
+        clock: Clock,
+        on_turn: Callable[[], object] = lambda: None,
     ) -> None:
         self.loop = loop
         self.table = table
@@ -114,6 +125,9 @@ class Scheduler:
         self.writer = Writer(self, config)
         self._dirty_limit = int(table.capacity * DIRTY_LIMIT)
         self._kicked = False
+        self._copied = 0  # bytes, in this turn of the loop
+        self._turn_noted = False
+        self._on_turn = on_turn
         self.closed = False
         self._recovery: asyncio.Task[None] | None = None
         self._known = True  # the index holds all that the log does
@@ -222,6 +236,7 @@ class Scheduler:
         plain = plain_key(key)
         reload = Reload(self, plain, self.table.begin_load(key, room))
         self.reloads[plain] = reload
+        self.spend(0)
         assert self.tier is not None
         try:
             reload.future = self.tier.read(reload.load, released=reload.on_released)
@@ -281,7 +296,7 @@ class Scheduler:
                 gather.again(index)
         reload.waiters.clear()
         self.kick()
-        self.writer.poke()  # a dropped block owes a tombstone
+        self.writer.go_on()  # a dropped block owes a tombstone
 
     def _unreadable(self, key: Any) -> None:
         """A block that fails twice on a disk that serves others would fail for ever: forget it, as damage."""
@@ -322,6 +337,26 @@ class Scheduler:
         room.cancel()
         return None
 
+    # -- what one turn may copy ----------------------------------------------------------------------------------
+
+    @property
+    def turn_is_spent(self) -> bool:
+        """Whether as much was copied as one turn of the loop allows: whoever wants to copy more waits for the next."""
+        return self._copied >= COPY_BYTES
+
+    def spend(self, nbytes: int) -> None:
+        """Note that room of the pool came into use in this turn, and that so many bytes were copied."""
+        self._copied += nbytes
+        if not self._turn_noted:
+            self._turn_noted = True
+            self.loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._copied = 0
+        self._turn_noted = False
+        if not self.closed:
+            self._on_turn()
+
     # -- puts ----------------------------------------------------------------------------------------------------
 
     def too_dirty(self, extent: int) -> bool:
@@ -331,9 +366,12 @@ class Scheduler:
         return bool(table.backed and held and held + extent > self._dirty_limit)
 
     def put_now(self, key: Any, draft: Draft) -> bool:
-        """Store at once when nobody waits and there is room."""
-        if self.load_queue or self.put_queue or self.too_dirty(draft.extent) or not self.table.put(key, draft):
+        """Store at once when nobody waits, there is room, and the turn is not spent."""
+        if self._copied >= COPY_BYTES or self.load_queue or self.put_queue or self.too_dirty(draft.extent):
             return False
+        if not self.table.put(key, draft):
+            return False
+        self.spend(draft.extent)
         self.counters.puts += 1
         self.writer.poke()
         return True
@@ -426,7 +464,7 @@ class Scheduler:
             self.table.recovering = False
             self._recovery = None
             self._recovery_progress()
-            self.writer.poke()
+            self.writer.go_on()
 
     def _recovery_progress(self) -> None:
         """Let those look again whose key has turned up; all of them when the scan is over."""

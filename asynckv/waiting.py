@@ -29,11 +29,10 @@ ABSENT, MEMORY, DISK, LOADING = range(4)
 DONE, AGAIN, BLOCKED = 1, 0, -1
 PENDING, MEMORY_HIT, DISK_HIT, MISS, NO_ROOM = range(5)
 
-# What one call may do before the loop turns: some hundred microseconds of look-ups, a millisecond of copying.
+# What one call may do before the loop turns: some hundred microseconds of look-ups.
 TURN_KEYS = 512
 RELOAD_KEYS = 16  # of look-ups: what starting a reload costs
-TURN_BYTES = 4 << 20
-ITEM_BYTES = 8 << 10  # of copying: what a put costs besides its bytes
+ITEM_BYTES = 2 << 10  # of copying: what a put costs besides its bytes
 
 _arrivals = itertools.count()
 
@@ -379,9 +378,8 @@ class Putting:
 
     def step(self) -> int:
         scheduler = self._scheduler
-        copied = 0
         while self._next < len(self._items):
-            if copied > TURN_BYTES:
+            if scheduler.turn_is_spent:
                 return AGAIN
             key, draft = self._items[self._next]
             if draft is None:  # could never fit; its old value goes, as for a refused put
@@ -397,7 +395,7 @@ class Putting:
             room, self._room = self._room, None
             scheduler.table.fill(room, key, draft)
             scheduler.counters.puts += 1
-            copied += draft.extent + ITEM_BYTES
+            scheduler.spend(draft.extent + ITEM_BYTES)
             self.results.append(True)
             self._next += 1
             scheduler.writer.poke()
@@ -455,6 +453,7 @@ class Reserving:
             self._room = self._scheduler.table.room(self._draft)
         answer = self._room.step()
         if answer == DONE and not self.future.done():
+            self._scheduler.spend(0)
             self.future.set_result(self._room)
         return answer
 

@@ -136,11 +136,11 @@ class Writer:
         """Have the task. `asyncio.run` cancels all tasks at its end, while owners of caches may still be closing."""
         if self._started and not self._closed and (self._task is None or self._task.done()):
             self._task = self.loop.create_task(self._run(), name="asynckv writer")
-            self._task.add_done_callback(lambda _: self.loop.call_soon(self._go_on))
+            self._task.add_done_callback(lambda _: self.loop.call_soon(self._ended))
             self._wake.set()  # an earlier task may have consumed it
 
-    def _go_on(self) -> None:
-        if self._flushes or self._owes():
+    def _ended(self) -> None:
+        if self._flushes or self._clear or any(self._tombstones.values()):
             self._ensure()
 
     # -- what callers ask for ------------------------------------------------------------------------------------
@@ -150,6 +150,11 @@ class Writer:
         if self._started and self._has_work():
             self._ensure()
             self._wake.set()
+
+    def go_on(self) -> None:
+        """As `poke`, when no caller is behind it: the task of a loop that is about to end is not made anew."""
+        if self._task is not None and not self._task.done():
+            self.poke()
 
     def urge(self) -> None:
         """A call is blocked until dirty blocks become clean."""
@@ -375,7 +380,7 @@ class Writer:
             flush.batches.discard(batch)
         self._settle_flushes()
         self.scheduler.kick()
-        self.poke()
+        self.go_on()
 
     def _failed(self, error: BaseException) -> None:
         counters = self.scheduler.counters

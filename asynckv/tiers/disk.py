@@ -371,12 +371,9 @@ class DiskTier:
     @property
     def disk_live(self) -> int:
         """Stored bytes that the index has a place of."""
-        if not hasattr(self, "_set") or self._table_closed():
+        if not hasattr(self, "_set") or self._table.closed:
             return 0
         return sum(self._table.segment_live(segment.slot)[1] for segment in self._set.own())
-
-    def _table_closed(self) -> bool:
-        return bool(getattr(self._table, "closed", False))
 
     @property
     def bytes_written(self) -> int:

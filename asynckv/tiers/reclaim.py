@@ -96,6 +96,9 @@ class Reclaimer:
         try:
             await self._new_segment()
             following = self.set.next_number - 1
+        except asyncio.CancelledError:  # whoever comes next goes on where the log was
+            self.set.active, old = old, None
+            raise
         finally:
             if old is not None:
                 self.seal_behind(old, following)

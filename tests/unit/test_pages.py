@@ -1,0 +1,173 @@
+"""The pool's pages come ahead of its use, on a thread, and change nothing; copies are spread over turns of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from itertools import pairwise
+
+import pytest
+
+import asynckv
+from asynckv import pages as pages_module
+from asynckv._core import Table
+from asynckv.pages import Pages
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def put(table, key, size):
+    assert table.put(key, table.draft(bytes([key]) * size))
+
+
+def no_thread_is_left():
+    for thread in threading.enumerate():
+        if thread.name == "asynckv-pages":  # it tells that it is done just before it ends
+            thread.join(5)
+            if thread.is_alive():
+                return False
+    return True
+
+
+def test_pages_are_wanted_ahead_of_use_from_both_ends():
+    table = Table(4 * MIB)
+    assert table.pages_wanted(MIB) == (0, MIB)
+    assert table.pages_wanted(MIB) == (0, MIB)  # asking changes nothing
+    table.pages_ready(0, MIB)
+    assert table.pages_wanted(MIB) == (4 * MIB - 128 * KIB, 4 * MIB)  # where small blocks come from
+    table.pages_ready(4 * MIB - 128 * KIB, 4 * MIB)
+    assert table.pages_wanted(MIB) is None
+    for key in range(8):  # large ones from the bottom: half of what is ahead
+        put(table, key, 64 * KIB)
+    assert table.pages_wanted(MIB) is None
+    put(table, 8, 64 * KIB)
+    assert table.pages_wanted(MIB) == (MIB, 9 * 64 * KIB + MIB)
+    table.pages_ready(MIB, 9 * 64 * KIB + MIB)
+    for key in range(100):
+        table.put(1000 + key, table.draft(b"s" * 2000))
+    start, end = table.pages_wanted(MIB)
+    assert end == 4 * MIB - 128 * KIB
+    assert end - 260 * KIB < start < end - 190 * KIB
+    assert start % 4096 == 0
+    table.pages_ready(start, end)
+    table.pages_ready(9 * 64 * KIB + MIB, start)  # the two ends meet
+    assert table.pages_wanted(4 * MIB) is None
+
+
+def test_a_hole_is_no_new_ground():
+    table = Table(4 * MIB)
+    for key in range(16):
+        put(table, key, 64 * KIB)
+    table.pages_ready(0, 2 * MIB)
+    table.pages_ready(3 * MIB, 4 * MIB)
+    table.remove(3)
+    table.put(100, table.draft(b"small" * 20))  # into the hole, the best fit
+    assert table.where(100) is None
+    assert table.pages_wanted(MIB) is None
+
+
+def test_touching_changes_no_byte_while_others_write():
+    table = Table(8 * MIB)
+    stop = threading.Event()
+    toucher = threading.Thread(target=lambda: [table.touch_pages(0, 8 * MIB) for _ in iter(stop.is_set, True)])
+    toucher.start()
+    try:
+        for turn in range(60):
+            for key in range(8):
+                assert table.put(key, table.draft(bytes([(key + turn) % 251]) * 1_000_000))
+            for key in range(8):
+                assert bytes(table.get(key)) == bytes([(key + turn) % 251]) * 1_000_000
+    finally:
+        stop.set()
+        toucher.join()
+    with pytest.raises(ValueError, match="outside"):
+        table.touch_pages(0, 8 * MIB + 1)
+    mapping = table.close()
+    assert mapping is not None
+    table.touch_pages(0, 8 * MIB)  # a thread that comes too late
+    assert table.close() is None
+
+
+async def test_a_store_that_fills_gets_its_pages_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(pages_module, "AHEAD_BYTES", 512 * KIB)
+    ranges = []
+
+    class Noting(Pages):
+        def _beside(self, job):
+            ranges.append(getattr(job, "args", None))
+            return super()._beside(job)
+
+    monkeypatch.setattr("asynckv.cache.Pages", Noting)
+    cache = await asynckv.open("unused", memory="4MiB", disk=0)
+    assert ranges[0] == (0, 512 * KIB)  # before it opens
+    for key in range(48):
+        assert await cache.put(key, bytes([key]) * (64 * KIB))
+        await asyncio.sleep(0.001)
+    assert len(ranges) > 4
+    assert sum(end - start for start, end in ranges) <= 4 * MIB  # none twice
+    await cache.close()
+    assert ranges.pop() is None  # the memory given back, beside the loop as well
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("when", ["refused", "closed"])
+async def test_pages_without_a_thread_or_a_table(monkeypatch, when):
+    table = Table(MIB)
+    pages = Pages(asyncio.get_running_loop(), table)
+    if when == "refused":
+
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        await pages.open()
+        await asyncio.sleep(0)
+        assert table.pages_wanted(pages_module.AHEAD_BYTES) is None
+    else:
+        pages.look()
+    await pages.close()
+    assert table.closed
+    pages.look()
+    assert no_thread_is_left()
+
+
+async def test_views_outlive_the_table():
+    cache = await asynckv.open("unused", memory="1MiB", disk=0)
+    assert await cache.put(1, b"one" * 1000)
+    view = await cache.get(1)
+    await cache.close()
+    assert bytes(view) == b"one" * 1000
+
+
+@pytest.mark.parametrize("call", ["put", "put_many", "get_into"])
+async def test_calls_share_what_one_turn_may_copy(call):
+    """Eight calls of 2 MiB each in one turn of the loop: one copies, the others wait their turn, in order."""
+    blocks = {key: bytes([key]) * (2 * MIB) for key in range(8)}
+    async with asynckv.open("unused", memory="64MiB", disk=0) as cache:
+        done = []
+        outs = [bytearray(2 * MIB) for _ in blocks]
+
+        async def one(key):
+            if call == "put":
+                assert await cache.put(key, blocks[key])
+            elif call == "put_many":
+                assert await cache.put_many({key: blocks[key]}) == [True]
+            else:
+                assert await cache.get_into(key, outs[key]) == 2 * MIB
+                assert outs[key] == blocks[key]
+            done.append(key)
+
+        if call == "get_into":
+            assert all(await cache.put_many(blocks))
+            await asyncio.sleep(0)
+        tasks = [asyncio.create_task(one(key)) for key in blocks]
+        turns = [0]
+        while len(done) < len(blocks):
+            await asyncio.sleep(0)
+            copied = sum(bool(out[0] or out[-1]) for out in outs) if call == "get_into" else len(cache)
+            turns.append(copied)
+        await asyncio.gather(*tasks)
+        assert max(later - earlier for earlier, later in pairwise(turns)) <= 1
+        assert done == sorted(done)
+        if call != "get_into":
+            assert [bytes((await cache.get(key))[:1]) for key in blocks] == [bytes([key]) for key in blocks]
