@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 READ_AHEAD = 1 / 4
 READ_AHEAD_BLOCKS_MAX = 256
 EXTENT_BYTES_MIN = 64
+LOOP_CHECKSUM_BYTES = 1 << 20  # about 0.1 ms
 
 
 class Request:
@@ -199,16 +200,34 @@ class Reservation:
         room, self._room = self._room, None
         if room is None:
             return
+        checksum = None
+        if kind is None and cache._tier is not None and not cache.closed:
+            checksum = await self._checksum(room)
         if kind is not None or cache.closed:
             room.cancel()
             cache._scheduler.kick()
             if kind is None:
                 raise ClosedError("the cache was closed before the block was published", key=self._key)
             return
-        checksum = None
-        if cache._tier is not None:
-            checksum = xxhash.xxh3_64_intdigest(cache._table.extent(room))
         cache._table.publish(room, self._key, self._draft, checksum)
         cache._scheduler.counters.puts += 1
         cache._scheduler.writer.poke()
         cache._scheduler.kick()
+
+    async def _checksum(self, room: Room) -> int:
+        """Of the whole extent, in a worker when it is large; who is cancelled leaves the room to the worker."""
+        cache = self._cache
+        data = cache._table.extent(room)
+        if data.nbytes <= LOOP_CHECKSUM_BYTES:
+            return xxhash.xxh3_64_intdigest(data)
+        digest = asyncio.ensure_future(asyncio.to_thread(xxhash.xxh3_64_intdigest, data))
+
+        def free(_: asyncio.Future[int]) -> None:
+            room.cancel()
+            cache._scheduler.kick()
+
+        try:
+            return await asyncio.shield(digest)
+        except BaseException:
+            digest.add_done_callback(free)
+            raise

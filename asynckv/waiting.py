@@ -18,7 +18,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynckv._core import Draft, Load, Room
@@ -40,22 +40,6 @@ _arrivals = itertools.count()
 def plain_key(key: Any) -> int | bytes | str:
     """The key as the plain object that dictionaries compare by value."""
     return key if isinstance(key, (int, bytes, str)) else operator.index(key)
-
-
-class Waiter(Protocol):
-    """One call in a room queue."""
-
-    future: asyncio.Future[Any]
-    arrival: int
-
-    def step(self) -> int:
-        """Take what room there is: DONE, AGAIN next turn, or BLOCKED."""
-
-    def blocked(self) -> bool:
-        """Called when blocked at the head; True when waiting longer is pointless."""
-
-    def expire(self) -> None:
-        """No room came in time: finish with what there is."""
 
 
 class RoomQueue:
@@ -140,65 +124,114 @@ class RoomQueue:
         return answer
 
 
-class Reload:
+class Waiter:
+    """One call that waits for room.
+
+    Attributes
+    ----------
+    future
+        Its result.
+    arrival
+        When it came, in the order of all calls of the process.
+    """
+
+    __slots__ = ("_queue", "_room", "_scheduler", "arrival", "future")
+
+    future: asyncio.Future[Any]
+    arrival: int
+
+    def __init__(self, scheduler: Scheduler, queue: RoomQueue) -> None:
+        self._scheduler = scheduler
+        self._queue = queue
+        self._room: Room | None = None
+        self.future = scheduler.loop.create_future()
+
+    def step(self) -> int:
+        """Take what room there is: DONE, AGAIN next turn, or BLOCKED."""
+        raise NotImplementedError
+
+    def blocked(self) -> bool:
+        """Called when blocked at the head; True when waiting longer is pointless."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """No room came in time: finish with what there is."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Give up: nothing stays held or pinned by this call."""
+        self._queue.discard(self)
+        self._drop_room()
+        self.future.cancel()
+        self._scheduler.kick()
+
+    def _drop_room(self) -> None:
+        if self._room is not None:
+            self._room.cancel()
+            self._room = None
+
+
+class Owned:
+    """An operation whose bytes of the pool the engine owns until it says `released`, whatever became of its future."""
+
+    __slots__ = ("expired", "released", "scheduler")
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.expired = False  # it ran past its deadline, and its future is done
+        self.released = False
+
+    def on_released(self) -> None:
+        """The engine no longer touches the bytes."""
+        self.released = True
+        if self.expired and not self.scheduler.closed:
+            self.give_back()
+            self.scheduler.kick()
+
+    def give_back(self) -> None:
+        """End the quarantine of the bytes."""
+        raise NotImplementedError
+
+
+class Reload(Owned):
     """One read of one block into the pool, and those who wait for it."""
 
-    __slots__ = ("expired", "future", "key", "load", "released", "scheduler", "started", "waiters")
+    __slots__ = ("future", "key", "load", "started", "waiters")
 
     future: asyncio.Future[bool]
 
     def __init__(self, scheduler: Scheduler, key: Any, load: Load) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler)
         self.key = key
         self.load = load
         self.waiters: list[tuple[Gather, int]] = []
-        self.expired = False
-        self.released = False
         self.started = scheduler.clock.monotonic()
 
-    def on_released(self) -> None:
-        """The engine no longer touches the extent."""
-        self.released = True
-        if self.expired and not self.scheduler.closed:
-            self.scheduler.table.release_load(self.load)
-            self.scheduler.kick()
+    def give_back(self) -> None:
+        self.scheduler.table.release_load(self.load)
 
     def on_done(self, future: asyncio.Future[bool]) -> None:
         self.scheduler.finish_reload(self, future)
 
 
-class Gather:
+class Gather(Waiter):
     """The reads of one call: a list of keys, answered in order.
 
     `results[i]` is a block or None, `codes[i]` says how it ended.
     """
 
-    arrival: int
+    __slots__ = ("_missing", "_room_bytes", "_todo", "codes", "counted", "keys", "results")
 
-    __slots__ = (
-        "_missing",
-        "_room",
-        "_room_bytes",
-        "_scheduler",
-        "_todo",
-        "arrival",
-        "codes",
-        "counted",
-        "future",
-        "keys",
-        "results",
-    )
+    future: asyncio.Future[None]
 
     def __init__(self, scheduler: Scheduler, keys: Sequence[Any], *, counted: bool = True) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler, scheduler.load_queue)
         self.keys = keys
         self.counted = counted
         self.results: list[Any] = [None] * len(keys)
         self.codes = [PENDING] * len(keys)
-        self.future: asyncio.Future[None] = scheduler.loop.create_future()
         self._todo: deque[int] = deque()
         self._missing = len(keys)
-        self._room: Room | None = None
         self._room_bytes = 0  # stored bytes of the block it is for
 
     def start(self) -> None:
@@ -248,18 +281,9 @@ class Gather:
         return True
 
     def cancel(self) -> None:
-        """Give up: nothing stays pinned by this call."""
-        self._scheduler.load_queue.discard(self)
-        self._drop_room()
         self._todo.clear()
         self.results = []
-        self.future.cancel()
-        self._scheduler.kick()
-
-    def _drop_room(self) -> None:
-        if self._room is not None:
-            self._room.cancel()
-            self._room = None
+        super().cancel()
 
     def _settle(self, index: int, block: Any, code: int) -> None:
         if self.future.done() or self.codes[index] != PENDING:
@@ -338,7 +362,7 @@ class Gather:
 
     def patience_over(self) -> None:
         """The caller's own time-out: what has not come by now is a miss."""
-        self._scheduler.load_queue.discard(self)
+        self._queue.discard(self)
         self._drop_room()
         self._todo.clear()
         for index, code in enumerate(self.codes):
@@ -361,20 +385,39 @@ class Gather:
                 self._scheduler.enqueue_load(self)
 
 
-class Putting:
+class PutWaiter(Waiter):
+    """A call that waits for room for what it brings."""
+
+    __slots__ = ()
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler, scheduler.put_queue)
+
+    def _room_step(self, draft: Draft) -> int:
+        if self._room is None:
+            if self._scheduler.too_dirty(draft.extent):
+                return BLOCKED
+            self._room = self._scheduler.table.room(draft)
+        return self._room.step()
+
+    def blocked(self) -> bool:
+        if self._room is None or self._room.needs_spill:
+            self._scheduler.writer.urge()
+        return False
+
+
+class Putting(PutWaiter):
     """The puts of one call, stored in order as room comes."""
 
-    arrival: int
+    __slots__ = ("_items", "_next", "results")
 
-    __slots__ = ("_items", "_next", "_room", "_scheduler", "arrival", "future", "results")
+    future: asyncio.Future[list[bool]]
 
     def __init__(self, scheduler: Scheduler, items: Sequence[tuple[Any, Draft | None]]) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler)
         self._items = items
         self._next = 0
-        self._room: Room | None = None
         self.results: list[bool] = []
-        self.future: asyncio.Future[list[bool]] = scheduler.loop.create_future()
 
     def step(self) -> int:
         scheduler = self._scheduler
@@ -385,14 +428,11 @@ class Putting:
             if draft is None:  # could never fit; its old value goes, as for a refused put
                 self._reject(key)
                 continue
-            if self._room is None:
-                if scheduler.too_dirty(draft.extent):
-                    return BLOCKED
-                self._room = scheduler.table.room(draft)
-            answer = self._room.step()
+            answer = self._room_step(draft)
             if answer != DONE:
                 return answer
             room, self._room = self._room, None
+            assert room is not None
             scheduler.table.fill(room, key, draft)
             scheduler.counters.puts += 1
             scheduler.spend(draft.extent + ITEM_BYTES)
@@ -409,11 +449,6 @@ class Putting:
         self.results.append(False)
         self._next += 1
 
-    def blocked(self) -> bool:
-        if self._room is None or self._room.needs_spill:
-            self._scheduler.writer.urge()
-        return False
-
     def expire(self) -> None:
         self._drop_room()
         while self._next < len(self._items):
@@ -421,56 +456,26 @@ class Putting:
         if not self.future.done():
             self.future.set_result(self.results)
 
-    def cancel(self) -> None:
-        self._scheduler.put_queue.discard(self)
-        self._drop_room()
-        self.future.cancel()
-        self._scheduler.kick()
 
-    def _drop_room(self) -> None:
-        if self._room is not None:
-            self._room.cancel()
-            self._room = None
-
-
-class Reserving:
+class Reserving(PutWaiter):
     """Room for one reserved block."""
 
-    arrival: int
+    __slots__ = ("_draft",)
 
-    __slots__ = ("_draft", "_room", "_scheduler", "arrival", "future")
+    future: asyncio.Future[Room | None]
 
     def __init__(self, scheduler: Scheduler, draft: Draft) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler)
         self._draft = draft
-        self._room: Room | None = None
-        self.future: asyncio.Future[Room | None] = scheduler.loop.create_future()
 
     def step(self) -> int:
-        if self._room is None:
-            if self._scheduler.too_dirty(self._draft.extent):
-                return BLOCKED
-            self._room = self._scheduler.table.room(self._draft)
-        answer = self._room.step()
+        answer = self._room_step(self._draft)
         if answer == DONE and not self.future.done():
             self._scheduler.spend(0)
             self.future.set_result(self._room)
         return answer
 
-    def blocked(self) -> bool:
-        if self._room is None or self._room.needs_spill:
-            self._scheduler.writer.urge()
-        return False
-
     def expire(self) -> None:
-        if self._room is not None:
-            self._room.cancel()
+        self._drop_room()
         if not self.future.done():
             self.future.set_result(None)
-
-    def cancel(self) -> None:
-        self._scheduler.put_queue.discard(self)
-        if self._room is not None:
-            self._room.cancel()
-        self.future.cancel()
-        self._scheduler.kick()

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import DiskError
+from asynckv.waiting import Owned
 
 if TYPE_CHECKING:
     from asynckv._core import Spill
@@ -55,30 +56,26 @@ class Flush:
         self.first_segment: int | None = None
 
 
-class InFlight:
+class InFlight(Owned):
     """One batch on its way to the disk."""
 
-    __slots__ = ("bytes", "clear", "durable", "expired", "future", "released", "spills", "tombstones", "writer")
+    __slots__ = ("bytes", "clear", "durable", "future", "spills", "tombstones", "writer")
 
     def __init__(
         self, writer: Writer, spills: list[Spill], tombstones: list[WireKey], durable: list[Any], *, clear: bool
     ) -> None:
+        super().__init__(writer.scheduler)
         self.writer = writer
         self.spills = spills
         self.tombstones = tombstones
         self.durable = durable
         self.clear = clear
         self.bytes = sum(spill.stored for spill in spills)
-        self.expired = False
-        self.released = False
         self.future: asyncio.Future[Any] | None = None
 
-    def on_released(self) -> None:
-        self.released = True
-        if self.expired and not self.writer.scheduler.closed:
-            for spill in self.spills:
-                self.writer.table.release_spill(spill)
-            self.writer.scheduler.kick()
+    def give_back(self) -> None:
+        for spill in self.spills:
+            self.writer.table.release_spill(spill)
 
     def on_done(self, future: asyncio.Future[Any]) -> None:
         self.writer.finish(self, future)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-__all__ = ["Backend", "BytesLike", "File", "Prepare", "ShortTransferError"]
+__all__ = ["Backend", "BytesLike", "File", "Prepare", "ShortTransferError", "Wrapper"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -315,3 +315,83 @@ class Backend(ABC):
     def free_bytes(self) -> asyncio.Future[int]:
         """Return the bytes that the file system has left for this user."""
         return self.call("statvfs")
+
+
+class Wrapper(Backend):
+    """A backend that passes everything on to an inner one; subclasses change what they are there for.
+
+    Parameters
+    ----------
+    inner
+        The backend that does the work.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.timeout = inner.timeout
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The inner engine's name."""
+        return self.inner.name
+
+    @property
+    def direct(self) -> bool:  # type: ignore[override]
+        """As the inner one says."""
+        return self.inner.direct
+
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """As the inner one says."""
+        return self.inner.alignment
+
+    @property
+    def reads_in_flight(self) -> int:
+        """As the inner one says."""
+        return self.inner.reads_in_flight
+
+    @property
+    def writes_in_flight(self) -> int:
+        """As the inner one says."""
+        return self.inner.writes_in_flight
+
+    async def start(self, directory: str | os.PathLike[str] | int) -> None:
+        """Start the inner backend."""
+        await self.inner.start(directory)
+
+    def read(
+        self,
+        file: File,
+        offset: int,
+        buffer: memoryview,
+        *,
+        verify: Callable[[memoryview], bool] | None = None,
+        timeout: float | None = None,
+        released: Callable[[], object] | None = None,
+    ) -> asyncio.Future[bool]:
+        """Fill a whole buffer from a file; see `Backend.read`."""
+        return self.inner.read(file, offset, buffer, verify=verify, timeout=timeout, released=released)
+
+    def write(
+        self,
+        file: File,
+        offset: int,
+        prepare: Prepare,
+        *,
+        timeout: float | None = None,
+        released: Callable[[], object] | None = None,
+    ) -> asyncio.Future[Any]:
+        """Write pieces one after the other; see `Backend.write`."""
+        return self.inner.write(file, offset, prepare, timeout=timeout, released=released)
+
+    def sync(self, file: File, *, timeout: float | None = None) -> asyncio.Future[None]:
+        """Make a file's completed writes durable; see `Backend.sync`."""
+        return self.inner.sync(file, timeout=timeout)
+
+    def call(self, function: str, *args: Any, timeout: float | None = None) -> asyncio.Future[Any]:
+        """Run a cold file function by name; see `Backend.call`."""
+        return self.inner.call(function, *args, timeout=timeout)
+
+    async def close(self) -> int:
+        """Close the inner backend."""
+        return await self.inner.close()

@@ -15,15 +15,13 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
-from asynckv.backends.base import Backend
+from asynckv.backends.base import Wrapper
 from asynckv.backends.portable import ThreadsBackend
 from asynckv.backends.system import kernel_release, kernel_version, ring_refusal
 from asynckv.errors import DiskError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asynckv.backends.base import File, Prepare
+    from asynckv.backends.base import Backend
 
 __all__ = ["KERNEL_MIN", "ChosenBackend", "NoRingError", "old_kernel", "start_ring"]
 
@@ -114,7 +112,7 @@ def _ignore(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-class ChosenBackend(Backend):
+class ChosenBackend(Wrapper):
     """The ring, or what stands in for it: chosen by `start`, and from then on only passed through.
 
     Parameters
@@ -128,37 +126,16 @@ class ChosenBackend(Backend):
 
     def __init__(self, engine: str = "auto", **options: Any) -> None:
         self._fallback = ThreadsBackend(**options)  # checks the options, too
+        super().__init__(self._fallback)
         self._engine = engine
         self._options = options
-        self._inner: Backend = self._fallback
         self._started = False
         self._running = False
-        self.timeout = self._fallback.timeout
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """The engine that is at work; before `start`, the one that was asked for."""
-        return self._inner.name if self._running else self._engine
-
-    @property
-    def direct(self) -> bool:  # type: ignore[override]
-        """Whether files bypass the page cache."""
-        return self._inner.direct
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """Bytes; direct offsets, lengths and addresses are multiples of it."""
-        return self._inner.alignment
-
-    @property
-    def reads_in_flight(self) -> int:
-        """Reads submitted and not yet released."""
-        return self._inner.reads_in_flight
-
-    @property
-    def writes_in_flight(self) -> int:
-        """Writes submitted and not yet released."""
-        return self._inner.writes_in_flight
+        return self.inner.name if self._running else self._engine
 
     async def start(self, directory: str | os.PathLike[str] | int) -> None:
         """Choose, and bind to the running loop and to a directory; see `Backend.start`.
@@ -174,9 +151,9 @@ class ChosenBackend(Backend):
         reason = old_kernel() if self._engine == "auto" else ""
         if not reason:
             try:
-                self._inner = await start_ring(directory, **self._options)
-                if self._engine != "auto" and self._inner.name != self._engine:
-                    await asyncio.shield(self._inner.close())
+                self.inner = await start_ring(directory, **self._options)
+                if self._engine != "auto" and self.inner.name != self._engine:
+                    await asyncio.shield(self.inner.close())
                     raise NoRingError(errno.EIO, "it was refused in its first use")
             except NoRingError as error:
                 if self._engine != "auto":
@@ -184,47 +161,10 @@ class ChosenBackend(Backend):
                         f"engine='io_uring' does not work here: {error.strerror}", errno=error.errno, operation="open"
                     ) from error
                 reason = error.strerror or str(error)
-        if self._inner is self._fallback:
+        if self.inner is self._fallback:
             await self._fallback.start(directory)
             _log.warning("io_uring is not used, threads are: %s", reason)
         self._running = True
-        # From now on nothing lies between the caller and the engine; the methods below are for the time before.
-        inner = self._inner
+        # From now on nothing lies between the caller and the engine.
+        inner = self.inner
         vars(self).update(read=inner.read, write=inner.write, sync=inner.sync, call=inner.call)
-
-    def read(
-        self,
-        file: File,
-        offset: int,
-        buffer: memoryview,
-        *,
-        verify: Callable[[memoryview], bool] | None = None,
-        timeout: float | None = None,
-        released: Callable[[], object] | None = None,
-    ) -> asyncio.Future[bool]:
-        """Fill a whole buffer from a file; see `Backend.read`."""
-        return self._inner.read(file, offset, buffer, verify=verify, timeout=timeout, released=released)
-
-    def write(
-        self,
-        file: File,
-        offset: int,
-        prepare: Prepare,
-        *,
-        timeout: float | None = None,
-        released: Callable[[], object] | None = None,
-    ) -> asyncio.Future[Any]:
-        """Write pieces one after the other; see `Backend.write`."""
-        return self._inner.write(file, offset, prepare, timeout=timeout, released=released)
-
-    def sync(self, file: File, *, timeout: float | None = None) -> asyncio.Future[None]:
-        """Make a file's completed writes durable; see `Backend.sync`."""
-        return self._inner.sync(file, timeout=timeout)
-
-    def call(self, function: str, *args: Any, timeout: float | None = None) -> asyncio.Future[Any]:
-        """Run a cold file function by name; see `Backend.call`."""
-        return self._inner.call(function, *args, timeout=timeout)
-
-    async def close(self) -> int:
-        """Stop intake, drain with a deadline; see `Backend.close`."""
-        return await self._inner.close()

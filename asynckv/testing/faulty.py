@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from asynckv.backends.base import Backend, File, ShortTransferError
+from asynckv.backends.base import Backend, File, ShortTransferError, Wrapper
 from asynckv.backends.files import Files
 from asynckv.clock import Clock, MonotonicClock, TimerHandle
 from asynckv.errors import ClosedError
@@ -148,7 +148,7 @@ class _Held:
         self.late: TimerHandle | None = None  # the deadline
 
 
-class FaultyBackend(Backend):
+class FaultyBackend(Wrapper):
     """A backend with faults between it and its tier; keeps every promise about ownership and deadlines.
 
     Operations are ``"read"``, ``"write"``, ``"sync"`` and the names of the cold calls.
@@ -164,7 +164,7 @@ class FaultyBackend(Backend):
     """
 
     def __init__(self, inner: Backend, script: Script | None = None, *, clock: Clock | None = None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.script = Script() if script is None else script
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._held: set[_Held] = set()
@@ -172,22 +172,6 @@ class FaultyBackend(Backend):
         self._closing = False
         self._closer: asyncio.Task[int] | None = None
         self._none_held: asyncio.Future[None] | None = None
-        self.timeout = inner.timeout
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The inner engine's name."""
-        return self.inner.name
-
-    @property
-    def direct(self) -> bool:  # type: ignore[override]
-        """As the inner one says."""
-        return self.inner.direct
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """As the inner one says."""
-        return self.inner.alignment
 
     @property
     def held(self) -> int:

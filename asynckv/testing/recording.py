@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from asynckv.backends.base import Backend, File
+from asynckv.backends.base import Backend, File, Wrapper
 
 if TYPE_CHECKING:
     from asynckv.backends.base import Prepare
@@ -98,7 +98,7 @@ class Image:
     marks: tuple[Any, ...]
 
 
-class RecordingBackend(Backend):
+class RecordingBackend(Wrapper):
     """A backend that keeps a journal of every change on its way to the inner one.
 
     All data is copied into memory: for tests of some megabytes.
@@ -115,8 +115,7 @@ class RecordingBackend(Backend):
     """
 
     def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.timeout = inner.timeout
+        super().__init__(inner)
         self.journal: list[Entry] = []
         self._events = 0
         self._lock = threading.Lock()  # writes begin in workers
@@ -125,31 +124,6 @@ class RecordingBackend(Backend):
         self._numbers: WeakKeyDictionary[File, int] = WeakKeyDictionary()
         self._next_number = 1
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The inner engine's name."""
-        return self.inner.name
-
-    @property
-    def direct(self) -> bool:  # type: ignore[override]
-        """As the inner one says."""
-        return self.inner.direct
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """As the inner one says."""
-        return self.inner.alignment
-
-    @property
-    def reads_in_flight(self) -> int:
-        """As the inner one says."""
-        return self.inner.reads_in_flight
-
-    @property
-    def writes_in_flight(self) -> int:
-        """As the inner one says."""
-        return self.inner.writes_in_flight
 
     async def start(self, directory: str | os.PathLike[str] | int) -> None:
         """Start the inner backend and note what the directory holds."""
@@ -208,19 +182,6 @@ class RecordingBackend(Backend):
         future.add_done_callback(done)
 
     # operations
-
-    def read(
-        self,
-        file: File,
-        offset: int,
-        buffer: memoryview,
-        *,
-        verify: Callable[[memoryview], bool] | None = None,
-        timeout: float | None = None,
-        released: Callable[[], object] | None = None,
-    ) -> asyncio.Future[bool]:
-        """Read; leaves no trace."""
-        return self.inner.read(file, offset, buffer, verify=verify, timeout=timeout, released=released)
 
     def write(
         self,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import types
 
 import numpy as np
 import pytest
-from storekit import BLOCK, KIB, MIB, blocks, canon, check_idle, payload, settle
+import xxhash
+from storekit import BLOCK, KIB, MIB, blocks, canon, check_idle, payload, settle, until
 
 import asynckv
 
@@ -208,3 +211,50 @@ async def test_a_reservation_waits_for_room_like_a_put(tmp_path):
         await task
         assert ((await cache.get(9)) == 7).all()
         held.clear()
+
+
+@pytest.mark.parametrize("end", ["published", "cancelled", "closed"])
+async def test_the_checksum_of_a_large_reservation_is_taken_beside_the_loop(tmp_path, monkeypatch, end):
+    size = 8 * MIB
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(data):
+        entered.set()
+        assert go_on.wait(10)
+        return xxhash.xxh3_64_intdigest(data)
+
+    monkeypatch.setattr("asynckv.sessions.xxhash", types.SimpleNamespace(xxh3_64_intdigest=slow))
+    cache = await asynckv.open(tmp_path / "kv", memory="16MiB", disk="64MiB", segment="16MiB")
+
+    async def reserve():
+        async with cache.reserve(1, (size,), np.uint8) as array:
+            array[:] = 7
+
+    task = asyncio.create_task(reserve())
+    assert await asyncio.to_thread(entered.wait, 10)
+    assert await cache.put(2, b"meanwhile")  # the loop goes on
+    assert 1 not in cache
+    if end == "cancelled":
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert cache.stats().memory_used > size  # the worker still reads it
+        go_on.set()
+        await until(lambda: cache.stats().memory_used < size)
+        assert 1 not in cache
+    elif end == "closed":
+        closing = asyncio.create_task(cache.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asynckv.ClosedError):
+            await task
+        await closing
+    else:
+        go_on.set()
+        await task
+        await cache.flush()
+        assert await cache.put(3, bytes(12 * MIB))
+        assert cache.tier(1) == "disk"
+        assert bytes(await cache.get(1)) == b"\7" * size
+        assert cache.stats().corrupt_blocks == 0
+    await cache.close()

@@ -92,7 +92,7 @@ class Parent:
 def engine_of(cache: asynckv.Cache) -> Any:
     """The engine itself, below the choice that was made."""
     backend: Any = cache._tier._backend  # type: ignore[union-attr]
-    return getattr(backend, "_inner", backend)
+    return getattr(backend, "inner", backend)
 
 
 def fork_child(cache: asynckv.Cache, options: argparse.Namespace, ending: str) -> int:
