@@ -171,14 +171,13 @@ class Cache:
             if config.disk:
                 tier = cache._tier = DiskTier(config, table, clock)
                 await tier.open()
+                table.max_spill = tier.max_block
+                table.backed = True
+                if tier.recovering and config.recover == "strict":
+                    await cls._recover_strictly(table, tier)
         except BaseException:
-            table.close()
+            await asyncio.shield(cache._pages.close())
             raise
-        if tier is not None:
-            table.max_spill = tier.max_block
-            table.backed = True
-            if tier.recovering and config.recover == "strict":
-                await cls._recover_strictly(table, tier)
         cache._scheduler = Scheduler(cache._loop, table, tier, config, clock, on_turn=cache._pages.look)
         cache._opened = True
         if tier is not None:
@@ -195,7 +194,6 @@ class Cache:
             await tier.recover(lambda: None)
         except BaseException:
             await tier.close(snapshot=False)
-            table.close()
             raise
         table.recovering = False
 

@@ -150,6 +150,7 @@ class DiskTier:
             self._table,
             opening.seals,
             opening.displaced,
+            opening.unreadable,
             strict=mode == "strict",
             logger=_log,
         )

@@ -61,6 +61,8 @@ class Opening:
         The segments, own and foreign.
     displaced
         Numbers of segments of this namespace that were met under another name.
+    unreadable
+        Numbers of files that cannot be a whole segment of anybody.
     seals
         Seals of the sealed ones of this namespace, by number.
     next_sequence
@@ -94,6 +96,7 @@ class Opening:
         )
         self.seals: dict[int, Seal] = {}
         self.displaced: set[int] = set()
+        self.unreadable: set[int] = set()
         self.next_sequence = 1
         self.snapshot_size = -1
         self.snapshot_charge = 0
@@ -257,6 +260,7 @@ class Opening:
             segment.own = 2 * PAGE <= segment.size <= SEGMENT_BYTES_MAX and segment.number < NUMBER_MAX
             if not segment.own:
                 self.damaged("a segment file is unreadable")
+                self.unreadable.add(segment.number)
             self._add(segment)
             return
         segment.own = header.namespace == self.set.namespace

@@ -7,7 +7,8 @@ Invariants
 * A torn batch is skipped, block by block: above the last claim of durability the payloads are read and verified, so a
   write that was cut off never hides the value that was flushed before it.
 * When batches that had been durable are gone (both copies of a header), whatever is older may have been overwritten or
-  removed by them. It is dropped, durably: a miss, never an old value. So is everything older than a clear.
+  removed by them. It is dropped, durably: a miss, never an old value. So is everything older than a clear, and
+  everything when a file without a trace of ours has the number that the newest segment would have.
 * A segment without a seal gets one once it was read, so a crash while recovering costs no more than the same work
   again.
 * Damage never raises, except with ``strict``; then the payloads of the whole namespace are verified as well.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Recovery", "SegmentReader"]
 
 TIMEOUTS_MAX = 3  # in one recovery; a disk that hangs more often is given up
+LOST_NUMBERS_MAX = 64  # that births in a row may fail and use up, on a full disk for instance
 
 
 class SegmentReader:
@@ -122,6 +124,7 @@ class Recovery:
         table: Table,
         seals: dict[int, Seal],
         displaced: set[int],
+        unreadable: set[int],
         *,
         strict: bool,
         logger: logging.Logger,
@@ -143,6 +146,7 @@ class Recovery:
         self._previous: int | None = None  # the number that the next older segment has to have
         self._previous_good = 0  # batches that it has to have at least
         self._displaced = displaced
+        self._unreadable = set(unreadable)
         self._present = [segment for segment in segments.own() if segment is not segments.active]
 
     def damaged(self, what: str) -> None:
@@ -198,9 +202,15 @@ class Recovery:
         if any(number > segment.number and number not in known for number in self._displaced):
             self._cut = True
             self.damaged("a segment newer than others has lost its name")
+        elif self._previous is None and segment.header is not None and self._newest_is_lost(segment):
+            self._cut = True
+            self.damaged("a segment newer than others is unreadable")
         elif self._previous is not None and segment.number < self._previous:
             self._cut = True
             self.damaged(f"segment {self._previous} is missing")
+
+    def _newest_is_lost(self, segment: Segment) -> bool:
+        return any(0 < number - segment.number <= LOST_NUMBERS_MAX for number in self._unreadable)
 
     async def _drop(self, segment: Segment) -> bool:
         try:
@@ -279,6 +289,7 @@ class Recovery:
         if header is None:
             self.damaged(f"segment {segment.number} is unreadable")
             self.set.disown(segment)
+            self._unreadable.add(segment.number)
             return
         if nameless and self._unknown_to_newer(segment):
             await self._drop(segment)

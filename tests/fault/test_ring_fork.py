@@ -32,7 +32,8 @@ OPERATIONS = 2000
 def test_forks_while_the_ring_is_busy(tmp_path, loop):
     command = [sys.executable, str(WORKER), str(tmp_path / "store"), "--loop", loop]
     command += ["--operations", str(int(OPERATIONS * scale())), "--seed", str(seed_of_the_day("forks"))]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=100, check=False)
+    environment = {**child_environment(), "ASYNCKV_ENGINE": "io_uring"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["engine"] == "io_uring"

@@ -296,6 +296,26 @@ async def test_lost_batches_take_what_they_may_have_replaced_with_them(path, tmp
         assert 51 in await disk.get_all(range(60))
 
 
+@pytest.mark.parametrize("content", [b"", b"x" * 512, bytes(5000), bytes(64 * KIB), b"noise" * 10_000])
+async def test_a_newest_segment_without_a_trace_takes_all_before_it(path, tmp_path, content):
+    """It may have replaced or removed any of them: nothing old comes back, and what is put then stays."""
+    async with Disk(path) as disk:
+        await fill(disk, range(10))
+
+    async def work(disk):
+        await disk.delete(3)
+        await fill(disk, range(2), 1)
+
+    crashed = await killed(path, tmp_path / "crashed", work)
+    segments_of(crashed)[-1].write_bytes(content)
+    async with Disk(crashed) as disk:
+        assert await disk.get_all(range(10)) == {}
+        assert disk.tier.damage > 0
+        await fill(disk, range(4), 2)
+    async with Disk(crashed) as disk:
+        assert await disk.get_all(range(10)) == {key: value_of(key, 2) for key in range(4)}
+
+
 async def test_a_torn_batch_does_not_hide_what_was_flushed_before(path, tmp_path):
     async def work(disk):
         await fill(disk, range(5))
