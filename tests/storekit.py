@@ -1,14 +1,19 @@
-"""What the black-box tests of the store share: self-describing values, crash images, recounts. Public names only."""
+"""What the black-box tests of the store share: self-describing values, crash images, recounts.
+
+Public names only, but for the question whether a ring works here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import asynckv
+from asynckv.backends.choice import start_ring
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -26,6 +32,22 @@ BLOCK = 64 * KIB
 
 _HEADER = struct.Struct("<QQQ")
 _ROOT = Path(asynckv.__file__).resolve().parents[1]
+
+
+@functools.cache
+def ring_refusal() -> str:
+    """Why no ring works here, found out as a store does; empty when one works."""
+
+    async def attempt(directory: str) -> str:
+        backend = await start_ring(directory)
+        await backend.close()
+        return "" if backend.name == "io_uring" else "refused in its first use"
+
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            return asyncio.run(attempt(directory))
+        except OSError as error:
+            return str(error.strerror or error)
 
 
 def scale() -> float:

@@ -149,6 +149,7 @@ class Files:
     def list(self) -> list[tuple[str, int, int]]:
         """Name, size and allocated bytes of every regular file."""
         found = []
+        os.lseek(self.directory_fd, 0, os.SEEK_SET)  # btrfs lists what there was when a directory was opened or rewound
         for name in os.listdir(self.directory_fd):
             with contextlib.suppress(FileNotFoundError):  # gone since it was listed
                 status = os.stat(name, dir_fd=self.directory_fd, follow_symlinks=False)

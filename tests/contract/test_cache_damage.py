@@ -92,7 +92,7 @@ async def test_any_flipped_byte_is_a_miss_or_harmless(tmp_path, clean):
             assert found >= COUNT - 2, f"one flipped byte (file {path.name}, offset {offset}) lost {COUNT - found}"
             shutil.rmtree(image)
             images += 1
-    assert images > 10
+    assert images > 10 * min(1, scale())
 
 
 @pytest.mark.parametrize("position", [0, 1, SIZE // 2, SIZE - 1])

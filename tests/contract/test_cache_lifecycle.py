@@ -245,7 +245,7 @@ asyncio.run(main())
     started = time.monotonic()
     result = python(script, tmp_path / "kv")
     assert time.monotonic() - started < 10
-    assert result.stderr == ""
+    assert [line for line in result.stderr.splitlines() if not line.startswith("io_uring is not used")] == []
     async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
         assert len(cache) == 40
         for key in range(40):

@@ -161,7 +161,8 @@ async def test_calls_cancelled_at_random_awaits_leave_no_pin_and_no_lost_byte(tm
     assert ends["cancelled"] >= count
     for call in set(MIX):
         assert ends[f"{call.__name__} ended"] > 0
-        assert not disk or ends[f"{call.__name__} cancelled"] > 50, "seldom cancelled under way: shows little"
+        under_way = ends[f"{call.__name__} cancelled"]
+        assert not disk or under_way > 50 * min(1, scale()), "seldom cancelled under way: shows little"
 
 
 CALLS: dict[str, Callable[[asynckv.Cache], Coroutine[Any, Any, Any]]] = {

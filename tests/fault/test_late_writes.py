@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from storekit import ring_refusal
 from test_kill import WORKER, copy_of_killed
 
 import asynckv
@@ -198,6 +199,8 @@ def pages_of(path: Path) -> bytes:
 
 def test_settle_waits_for_the_writes_of_a_dead_process(tmp_path: Path) -> None:
     """A worker is killed while its ring writes slowly. Once its segment is settled, nothing in it changes any more."""
+    if ring_refusal():
+        pytest.skip(f"NO RING HERE ({ring_refusal()}): late writes are NOT checked with a real disk in this run")
     reader, tries, late = Files(), 4, 0
     with throttled(tmp_path, MIB) as members:
         for number in range(tries):

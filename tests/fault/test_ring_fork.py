@@ -14,15 +14,10 @@ from pathlib import Path
 
 import pytest
 from fork_worker import ENDINGS, LOOPS
-from storekit import child_environment, scale, seed_of_the_day
+from storekit import child_environment, ring_refusal, scale, seed_of_the_day
 
-_uring = pytest.importorskip(
-    "asynckv._uring", reason="THE RING IS NOT BUILT: forks are NOT checked with a busy ring in this run"
-)
-try:
-    _uring.probe()
-except OSError as refusal:
-    pytest.skip(f"NO RING HERE ({refusal}): forks are NOT checked with a busy ring", allow_module_level=True)
+if ring_refusal():
+    pytest.skip(f"NO RING HERE ({ring_refusal()}): forks are NOT checked with a busy ring", allow_module_level=True)
 
 WORKER = Path(__file__).with_name("fork_worker.py")
 OPERATIONS = 2000

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from storekit import ring_refusal
 
 import asynckv
 
@@ -127,6 +128,8 @@ def test_refused_while_the_store_works(tmp_path, reference, unrefused, call, err
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("call", ["io_uring_setup", "io_uring_enter"])
 def test_a_forced_ring_is_an_error_that_says_why(tmp_path, call, error):
+    if ring_refusal():
+        pytest.skip(f"THE RING IS REFUSED ALREADY ({ring_refusal()}): the error of another filter is NOT checked")
     result = work(tmp_path / "kv", engine="io_uring", deny=CALLS[call], errno=error)
     assert "io_uring" in result["refused"]
     assert result["warnings"] == []

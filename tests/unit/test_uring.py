@@ -16,16 +16,14 @@ import weakref
 from collections import Counter
 
 import pytest
+from storekit import ring_refusal
 
 from asynckv.testing.tools import PAGE, aligned, pattern
 
-_uring = pytest.importorskip(
-    "asynckv._uring", reason="THE RING IS NOT BUILT: the io_uring engine is NOT checked in this run"
-)
-try:
-    _uring.probe()
-except OSError as refusal:
-    pytest.skip(f"NO RING HERE ({refusal}): the io_uring engine is NOT checked in this run", allow_module_level=True)
+if ring_refusal():
+    pytest.skip(f"NO RING HERE ({ring_refusal()}): the engine is NOT checked in this run", allow_module_level=True)
+
+from asynckv import _uring
 
 
 @pytest.fixture

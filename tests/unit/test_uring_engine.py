@@ -15,21 +15,18 @@ from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
+from storekit import ring_refusal
 
 from asynckv.backends import ShortTransferError
 from asynckv.backends.base import File
 from asynckv.testing.clock import ManualClock
 from asynckv.testing.tools import PAGE, Ends, aligned, pattern, turns
 
-_uring = pytest.importorskip(
-    "asynckv._uring", reason="THE RING IS NOT BUILT: the io_uring engine is NOT checked in this run"
-)
-try:
-    _uring.probe()
-except OSError as refusal:
-    pytest.skip(f"NO RING HERE ({refusal}): the io_uring engine is NOT checked in this run", allow_module_level=True)
+if ring_refusal():
+    pytest.skip(f"NO RING HERE ({ring_refusal()}): the engine is NOT checked in this run", allow_module_level=True)
 
-from asynckv.backends.uring import UringBackend  # noqa: E402  (it is only there where the ring is)
+from asynckv import _uring
+from asynckv.backends.uring import UringBackend
 
 
 @pytest.fixture
