@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 
 import asynckv
-from asynckv.commands.output import FAILED, OK, Progress, UsageError, run, table, write, write_json
+from asynckv.commands.output import (
+    FAILED,
+    OK,
+    Progress,
+    UsageError,
+    about,
+    open_store,
+    path,
+    run,
+    table,
+    write,
+    write_json,
+)
 from asynckv.commands.replay import replay_requests, report_rows, verdict
 from asynckv.commands.replayer import Replay
 from asynckv.commands.tracegen import generate
@@ -46,22 +58,24 @@ def add_parser(commands: Any) -> None:
             "than the pool holds. Every byte is checked; a wrong one is exit status 1."
         ),
     )
-    parser.add_argument("--dir", metavar="DIR", help="where to make the temporary directory")
+    parser.add_argument("--dir", type=path, metavar="DIR", help="where to make the temporary directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run ``asynckv demo``."""
-    with tempfile.TemporaryDirectory(prefix="asynckv-demo-", dir=arguments.dir) as directory:
+    with about(arguments.dir or tempfile.gettempdir()):
+        temporary = tempfile.TemporaryDirectory(prefix="asynckv-demo-", dir=arguments.dir)
+    with temporary as directory, Progress("replay") as progress:
         free = shutil.disk_usage(directory).free
         if free < TRACE_DISK + ARTICLE_DISK:
             need = format_size(TRACE_DISK + ARTICLE_DISK)
             raise UsageError(f"{directory}: the demo needs {need}, only {format_size(free)} are free; see --dir")
-        return run(_demo(directory, quiet=arguments.json))
+        return run(_demo(directory, progress, quiet=arguments.json))
 
 
-async def _demo(directory: str, *, quiet: bool) -> int:
+async def _demo(directory: str, progress: Progress, *, quiet: bool) -> int:
     article = await article_scenario(f"{directory}/article")
     if not quiet:
         write(f"1. {ARTICLE_BLOCKS:,} blocks of {ARTICLE_KEY_FLOATS} + {ARTICLE_VALUE_FLOATS} floats, a pool of "
@@ -70,7 +84,8 @@ async def _demo(directory: str, *, quiet: bool) -> int:
         write("")
         write(f"2. A chat service's trace: blocks of {format_size(TRACE_BLOCK)}, a pool of {format_size(TRACE_POOL)}, "
               f"{TRACE_FOOTPRINT} times as much asked for")  # fmt: skip
-    trace = await _trace_scenario(f"{directory}/trace")
+    trace = await _trace_scenario(f"{directory}/trace", progress)
+    progress.done()
     if quiet:
         write_json({"article": article, "trace": trace})
     else:
@@ -82,7 +97,7 @@ async def _demo(directory: str, *, quiet: bool) -> int:
 
 async def article_scenario(directory: str) -> dict[str, Any]:
     """Put the article's blocks, read the oldest back and compare them; return the figures."""
-    async with asynckv.open(directory, memory=ARTICLE_POOL, disk=ARTICLE_DISK) as cache:
+    async with open_store(directory, memory=ARTICLE_POOL, disk=ARTICLE_DISK) as cache:
         started = time.perf_counter()
         for token in range(ARTICLE_BLOCKS):
             await cache.put(token, _article_block(token))
@@ -137,17 +152,13 @@ def _article_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-async def _trace_scenario(directory: str) -> dict[str, Any]:
+async def _trace_scenario(directory: str, progress: Progress) -> dict[str, Any]:
     blocks = TRACE_FOOTPRINT * TRACE_POOL // TRACE_BLOCK
     requests = list(generate(TRACE_SEED, blocks=blocks))
-    progress = Progress("replay")
 
     def step(replay: Replay) -> None:
         progress.update(replay.requests / len(requests), f"{replay.block_hits:,} hits, {replay.wrong_blocks} wrong")
 
-    try:
-        return await replay_requests(
-            requests, directory, block_bytes=TRACE_BLOCK, memory=TRACE_POOL, disk=TRACE_DISK, step=step
-        )
-    finally:
-        progress.done()
+    return await replay_requests(
+        requests, directory, block_bytes=TRACE_BLOCK, memory=TRACE_POOL, disk=TRACE_DISK, step=step
+    )

@@ -22,7 +22,7 @@ import xxhash
 
 from asynckv._version import __version__
 from asynckv.backends import probes
-from asynckv.commands.output import FAILED, OK, Progress, UsageError, run, write, write_json
+from asynckv.commands.output import ENGINE_ADVICE, FAILED, OK, Progress, engine_override, path, run, write, write_json
 from asynckv.config import MEMORY_SHARE_MAX, SEGMENT_MIN, SEGMENTS_MIN, Config, format_size
 from asynckv.tiers.inspect import look_at
 
@@ -75,7 +75,9 @@ def add_parser(commands: Any) -> None:
             "A store in use is only looked at."
         ),
     )
-    parser.add_argument("dir", metavar="DIR", nargs="?", default=".", help="where a store is or will be; default: here")
+    parser.add_argument(
+        "dir", type=path, metavar="DIR", nargs="?", default=".", help="where a store is or will be; default: here"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=main)
 
@@ -83,15 +85,10 @@ def add_parser(commands: Any) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run ``asynckv doctor``."""
     directory = arguments.dir
-    if not os.path.isdir(directory):
-        raise UsageError(f"{directory}: no such directory")
-    progress = Progress("doctor")
+    os.close(os.open(directory, os.O_PATH | os.O_DIRECTORY))  # raises for what is none; needs no right to read it
     speeds: dict[str, Any] = {}
-    try:
-        with _signals_unwind():
-            checks = _examine(directory, speeds, progress)
-    finally:
-        progress.done()
+    with Progress("doctor") as progress, _signals_unwind():
+        checks = _examine(directory, speeds, progress)
     counts = {status: sum(check.status == status for check in checks) for status in ("OK", "WARN", "FAIL")}
     if arguments.json:
         values = {"directory": os.path.abspath(directory), "version": __version__, "ok": not counts["FAIL"]}
@@ -121,6 +118,8 @@ def _signals_unwind() -> Iterator[None]:
 
     def leave(number: int, _frame: object) -> None:
         received.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
@@ -142,7 +141,7 @@ def _signals_unwind() -> Iterator[None]:
 
 def _examine(directory: str, speeds: dict[str, Any], progress: Progress) -> list[Check]:
     progress.update(0.0, "machine")
-    checks = [_kernel(), _memory(), _ram(), _memlock(), _cpu(), _prefix_keys()]
+    checks = [_kernel(), _memory(), _ram(), _memlock(), _cpu(), _prefix_keys(), _override()]
     place, usable = _directory(directory)
     checks += place
     checks += _file_system(probes.file_system(directory))
@@ -228,6 +227,13 @@ def _prefix_keys() -> Check:
     return Check("prefix keys", "OK", "equal in two processes with different hash seeds")
 
 
+def _override() -> Check:
+    engine, wrong = engine_override()
+    if wrong:
+        return Check("ASYNCKV_ENGINE", "FAIL", wrong, ENGINE_ADVICE)
+    return Check("ASYNCKV_ENGINE", "OK", f"{engine}, whatever engine= says" if engine else "not set")
+
+
 # -- the directory ---------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +253,9 @@ def _directory(directory: str) -> tuple[list[Check], bool]:
     if not os.access(directory, os.W_OK | os.X_OK):
         advice = "name a directory of yours"
         return [Check("directory", "FAIL", f"not writable for user {os.geteuid()}", advice)], False
+    if objection:
+        advice = "make the store in a directory below it, or make this one a plain directory of yours: chmod 0700"
+        return [Check("directory", "WARN", f"writable, but refused as a store: {objection}", advice)], True
     return [Check("directory", "OK", "a store that nobody has open" if store else "writable, not a store")], True
 
 

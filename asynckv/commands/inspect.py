@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from asynckv.commands.output import FAILED, OK, Progress, UsageError, table, write, write_json
+from asynckv.commands.output import FAILED, OK, Progress, UsageError, about, path, table, write, write_json
 from asynckv.config import format_size
 from asynckv.errors import CorruptStoreError
 from asynckv.tiers.inspect import inspect_directory, verify_directory
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         ("verify", verify, "read every record and block of a store that nobody has open; damage is exit status 1"),
     ):
         parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        parser.add_argument("dir", metavar="DIR", help="the store directory")
+        parser.add_argument("dir", type=path, metavar="DIR", help="the store directory")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         parser.set_defaults(command=command)
 
@@ -40,24 +40,22 @@ def stats(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Run ``asynckv verify``."""
-    progress = Progress("verify")
+    with Progress("verify") as progress:
 
-    def step(done: int, total: int) -> None:
-        progress.update(done / max(total, 1), format_size(done))
+        def step(done: int, total: int) -> None:
+            progress.update(done / max(total, 1), format_size(done))
 
-    try:
         report = _usable(verify_directory, arguments.dir, progress=step)
-    finally:
-        progress.done()
     _show(report, arguments, verified=True)
     return OK if report.ok else FAILED
 
 
 def _usable(look: Any, directory: str, **options: Any) -> DirectoryReport:
-    """Look at a directory; one that is no store, or not there, is bad usage."""
+    """Look at a directory; one that is no store is bad usage."""
     try:
-        report: DirectoryReport = look(directory, **options)
-    except (CorruptStoreError, FileNotFoundError, NotADirectoryError) as error:
+        with about(directory):
+            report: DirectoryReport = look(directory, **options)
+    except CorruptStoreError as error:
         raise UsageError(str(error)) from None
     return report
 

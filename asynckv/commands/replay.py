@@ -9,28 +9,53 @@ import time
 from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
-import asynckv
-from asynckv.commands.output import FAILED, OK, Progress, UsageError, choose_loop, run, table, write, write_json
+from asynckv.commands.output import (
+    FAILED,
+    OK,
+    Progress,
+    UsageError,
+    choose_loop,
+    open_store,
+    path,
+    run,
+    table,
+    write,
+    write_json,
+)
 from asynckv.commands.replayer import Replay, occupied_bytes
 from asynckv.commands.trace import Request, TraceError, read_trace
-from asynckv.config import ENGINES, POLICIES, format_size, parse_size, resolve_policy
+from asynckv.config import (
+    ENGINES,
+    MEMORY_SHARE_MAX,
+    POLICIES,
+    format_size,
+    memory_limit,
+    parse_size,
+    resolve_policy,
+)
+from asynckv.errors import BlockTooLargeError
 
-__all__ = ["add_parser", "open_store", "replay_requests", "report_rows"]
+__all__ = ["add_parser", "replay_requests", "report_rows"]
 
 
 def size(text: str) -> int:
     """Parse a size of the command line, where plain digits are bytes."""
     try:
         return parse_size(int(text) if text.isascii() and text.isdigit() else text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError:
+        forms = "a whole number of bytes, or one with a unit as in 512KiB, 8GiB or 8GB"
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a size: {forms}") from None
 
 
 def count(text: str) -> int:
     """Parse a count of the command line, 1 or more."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more")
-    return int(text)
+    try:
+        number = parse_size(int(text)) if text.isascii() and text.isdigit() else 0
+    except ValueError:
+        number = 0
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a count of 1 or more")
+    return number
 
 
 def add_parser(commands: Any) -> None:
@@ -43,15 +68,16 @@ def add_parser(commands: Any) -> None:
             "one request after the other, with real bytes. A wrong byte is exit status 1."
         ),
     )
-    parser.add_argument("trace", metavar="TRACE", help="the trace file")
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="pool size (default 256MiB)")
-    parser.add_argument("--memory-blocks", type=count, metavar="N", help="size the pool for exactly N blocks")
+    parser.add_argument("trace", type=path, metavar="TRACE", help="the trace file")
+    pool = parser.add_mutually_exclusive_group()
+    pool.add_argument("--memory", type=size, default=size("256MiB"), metavar="SIZE", help="pool size (default 256MiB)")
+    pool.add_argument("--memory-blocks", type=count, metavar="N", help="size the pool for exactly N blocks")
     parser.add_argument("--disk", type=size, default=size("4GiB"), metavar="SIZE", help="disk cap; 0 is memory only")
     parser.add_argument("--block-bytes", type=size, default=size("64KiB"), metavar="SIZE", help="size of one block")
     parser.add_argument("--policy", choices=POLICIES, default="auto", help="memory eviction policy")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="disk engine")
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), help="event loop (default: uvloop when it is there)")
-    parser.add_argument("--dir", metavar="DIR", help="store directory, kept afterwards (default: a temporary one)")
+    parser.add_argument("--dir", type=path, metavar="DIR", help="store directory, kept (default: a temporary one)")
     parser.add_argument("--limit", type=count, metavar="N", help="stop after N requests")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=main)
@@ -59,17 +85,14 @@ def add_parser(commands: Any) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run ``asynckv replay``."""
-    if arguments.memory is not None and arguments.memory_blocks is not None:
-        raise UsageError("--memory and --memory-blocks exclude each other")
     if arguments.block_bytes < 1:
         raise UsageError("--block-bytes has to be at least 1")
-    try:
-        with open(arguments.trace, "rb"):
-            pass
-    except OSError as error:
-        raise UsageError(str(error)) from None
+    _check_pool(arguments)
+    with open(arguments.trace, "rb"):  # before a store is made
+        pass
     loop, _ = choose_loop(arguments.loop)
-    results = run(_replay_file(arguments), loop)
+    with Progress("replay") as progress:
+        results = run(_replay_file(arguments, progress), loop)
     results["loop"] = loop
     results["trace"] = arguments.trace
     if arguments.json:
@@ -81,9 +104,19 @@ def main(arguments: argparse.Namespace) -> int:
     return FAILED if results["wrong_blocks"] else OK
 
 
-async def _replay_file(arguments: argparse.Namespace) -> dict[str, Any]:
-    progress = Progress("replay")
+def _check_pool(arguments: argparse.Namespace) -> None:
+    """Refuse a pool that no store may have, in words of the command line and before the size of a block is tried."""
+    # What a block takes up is found out in a pool for two of them.
+    pool = max(arguments.memory_blocks, 2) * arguments.block_bytes if arguments.memory_blocks else arguments.memory
+    most = int(memory_limit() * MEMORY_SHARE_MAX)
+    if pool > most:
+        raise UsageError(
+            f"a pool of {format_size(pool)} is above the {format_size(most)} that this machine or its cgroup allows; "
+            "choose less with --memory, --memory-blocks or --block-bytes"
+        )
 
+
+async def _replay_file(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     share = 0.0
 
     def read(done: float) -> None:
@@ -94,19 +127,19 @@ async def _replay_file(arguments: argparse.Namespace) -> dict[str, Any]:
         done = max(share, replay.requests / arguments.limit) if arguments.limit else share
         progress.update(done, f"{replay.requests:,} requests, {replay.block_hits:,} hits, {replay.wrong_blocks} wrong")
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(progress.done)
+    async with contextlib.AsyncExitStack() as stack:
         directory = arguments.dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="asynckv-replay-"))
         memory = arguments.memory
         if arguments.memory_blocks is not None:
             with tempfile.TemporaryDirectory(prefix="asynckv-probe-") as probe:
                 memory = arguments.memory_blocks * await occupied_bytes(probe, arguments.block_bytes)
+        requests = await stack.enter_async_context(contextlib.aclosing(read_trace(arguments.trace, progress=read)))
         try:
             return await replay_requests(
-                read_trace(arguments.trace, progress=read),
+                requests,
                 directory,
                 block_bytes=arguments.block_bytes,
-                memory=size("256MiB") if memory is None else memory,
+                memory=memory,
                 disk=arguments.disk,
                 policy=arguments.policy,
                 engine=arguments.engine,
@@ -117,28 +150,30 @@ async def _replay_file(arguments: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"{arguments.trace}: {error}") from None
 
 
-def open_store(directory: str, **options: Any) -> Any:
-    """Call :func:`asynckv.open`; an option it refuses is bad usage of the command."""
-    try:
-        return asynckv.open(directory, **options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
-
-
 async def replay_requests(
     requests: AsyncIterable[Request] | Iterable[Request],
     directory: str,
     *,
     block_bytes: int,
+    memory: int,
     limit: int | None = None,
     step: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Open a store, replay requests in it, close it, and return all figures by name."""
-    async with open_store(directory, **options) as cache:
+    misfit = UsageError(
+        f"a block of {block_bytes:,} bytes, padding not counted, does not fit a pool of {memory:,} bytes; "
+        "choose a larger --memory or a smaller --block-bytes"
+    )
+    if block_bytes > memory:
+        raise misfit
+    async with open_store(directory, memory=memory, **options) as cache:
         replay = Replay(cache, block_bytes, step)
         started = time.perf_counter()
-        await replay.run(requests, limit)
+        try:
+            await replay.run(requests, limit)
+        except BlockTooLargeError:  # for its padding
+            raise misfit from None
         seconds = time.perf_counter() - started
     closed = time.perf_counter() - started - seconds
     stats = cache.stats()

@@ -7,6 +7,7 @@ With a memory-only cache the counts are those of the textbook policies.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterable, Callable, Iterable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asynckv.commands.content import Contents
+from asynckv.commands.output import open_store
 from asynckv.commands.trace import Request
 
 if TYPE_CHECKING:
@@ -104,12 +106,13 @@ class Replay:
         """Replay requests in order, at most ``limit`` of them."""
         if limit is not None and limit <= 0:
             return
-        async for request in _each(requests):
-            await self.replay(request)
-            if self.progress is not None:
-                self.progress(self)
-            if limit is not None and self.requests >= limit:
-                return
+        async with contextlib.aclosing(_each(requests)) as each:
+            async for request in each:
+                await self.replay(request)
+                if self.progress is not None:
+                    self.progress(self)
+                if limit is not None and self.requests >= limit:
+                    return
 
     async def replay(self, request: Request) -> None:
         """Replay one request."""
@@ -204,9 +207,7 @@ async def _each(requests: AsyncIterable[Request] | Iterable[Request]) -> Any:
 
 async def occupied_bytes(directory: str, block_bytes: int) -> int:
     """Return what one block of this size takes up in a pool, padding included, by asking a cache."""
-    import asynckv
-
     # Twice the size and some pages: more than any alignment adds.
-    async with asynckv.open(directory, memory=2 * block_bytes + 16384, disk=0) as cache:
+    async with open_store(directory, memory=2 * block_bytes + 16384, disk=0) as cache:
         await cache.put(0, Contents(block_bytes).make(0))
         return cache.stats().memory_used

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import aiofiles
+
+from asynckv.commands.output import about
 
 __all__ = ["Request", "TraceError", "parse_request", "read_trace"]
 
@@ -40,37 +43,46 @@ def parse_request(line: bytes, number: int) -> Request:
     Raises
     ------
     TraceError
-        The line is not a JSON object with a list of 64-bit ints under ``hash_ids``.
+        The line is not a JSON object with a list of 64-bit ints under ``hash_ids`` and sensible numbers beside it.
+        Ids are keys: the text has none of the line's contents.
     """
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"line {number}: not JSON ({error})") from None
+    except (ValueError, RecursionError):
+        raise TraceError(f"line {number}: not readable as JSON") from None
     if not isinstance(values, dict) or not isinstance(values.get("hash_ids"), list):
         raise TraceError(f"line {number}: not an object with a list under 'hash_ids'")
     ids = values["hash_ids"]
-    for each in ids:
+    for position, each in enumerate(ids, 1):
         if type(each) is not int or not -_INT64_END <= each < _INT64_END:
-            raise TraceError(f"line {number}: a block id is an int of 64 bits, not {each!r:.40}")
+            raise TraceError(f"line {number}: 'hash_ids' has to hold ints of 64 bits, its entry {position} is not one")
     return Request(
         timestamp=_number(values, "timestamp", number),
-        input_length=int(_number(values, "input_length", number)),
-        output_length=int(_number(values, "output_length", number)),
+        input_length=_length(values, "input_length", number),
+        output_length=_length(values, "output_length", number),
         hash_ids=ids,
     )
 
 
 def _number(values: dict[str, Any], name: str, number: int) -> float:
     value = values.get(name, 0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TraceError(f"line {number}: {name!r} is a number, not {value!r:.40}")
+    # The comparison keeps out NaN and the infinities, too, which Python's JSON knows.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _INT64_END:
+        raise TraceError(f"line {number}: {name!r} has to be a number from 0 to 2**63 - 1")
     return value
+
+
+def _length(values: dict[str, Any], name: str, number: int) -> int:
+    value = _number(values, name, number)
+    if value != int(value):
+        raise TraceError(f"line {number}: {name!r} has to be a whole number of tokens")
+    return int(value)
 
 
 async def read_trace(
     path: str | os.PathLike[str], *, progress: Callable[[float], None] | None = None
-) -> AsyncIterator[Request]:
-    """Yield the requests of a trace file in order.
+) -> AsyncGenerator[Request, None]:
+    """Yield the requests of a trace file in order. Close it (`contextlib.aclosing`) when not all are taken.
 
     Parameters
     ----------
@@ -88,19 +100,23 @@ async def read_trace(
     """
     number = 0
     rest = b""
-    async for piece in _pieces(path, progress):
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > LINE_BYTES_MAX:
-            raise TraceError(f"line {number + len(lines) + 1}: longer than {LINE_BYTES_MAX} bytes")
-        for line in lines:
-            number += 1
-            if line.strip():
-                yield parse_request(line, number)
+    with about(path):
+        async with contextlib.aclosing(_pieces(path, progress)) as pieces:
+            async for piece in pieces:
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > LINE_BYTES_MAX:
+                    raise TraceError(f"line {number + len(lines) + 1}: longer than {LINE_BYTES_MAX} bytes")
+                for line in lines:
+                    number += 1
+                    if line.strip():
+                        yield parse_request(line, number)
     if rest.strip():
         yield parse_request(rest, number + 1)
 
 
-async def _pieces(path: str | os.PathLike[str], progress: Callable[[float], None] | None) -> AsyncIterator[bytes]:
+async def _pieces(
+    path: str | os.PathLike[str], progress: Callable[[float], None] | None
+) -> AsyncGenerator[bytes, None]:
     size = max(1, os.stat(path).st_size)
     done = 0
     async with aiofiles.open(path, "rb") as file:

@@ -1,7 +1,13 @@
 """The command line: exit statuses, JSON, and what goes where."""
 
+import contextlib
+import errno
 import json
 import os
+import pty
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +17,10 @@ import pytest
 import asynckv
 from asynckv import BlockingCache
 from asynckv.cli import main
-from asynckv.commands import demo
+from asynckv.commands import demo, inspect
 from asynckv.commands.output import UsageError, choose_loop
+from asynckv.commands.replay import count, size
+from asynckv.config import memory_limit
 
 ROOT = Path(asynckv.__file__).parent.parent
 OPTIONS = {"memory": "1MiB", "disk": "16MiB", "segment": "256KiB"}
@@ -49,21 +57,145 @@ def run_json(capsys, *arguments) -> tuple[int, dict]:
         ["replay", os.devnull, "--memory", "1MiB", "--memory-blocks", "3"],
         ["replay", os.devnull, "--memory-blocks", "0"],
         ["replay", os.devnull, "--limit", "-1"],
+        ["replay", os.devnull, "--limit", "9" * 5000],
+        ["replay", os.devnull, "--memory", "9" * 5000],
+        ["replay", os.devnull, "--memory", "1.5"],
+        ["replay", os.devnull, "--memory", "8 PiB"],
+        ["replay", os.devnull, "--memory", "-1"],
+        ["replay", os.devnull, "--memory", ""],
+        ["replay", os.devnull, "--memory", "1000TiB"],
+        ["replay", os.devnull, "--memory", "1MiB", "--block-bytes", "2MiB"],
+        ["replay", os.devnull, "--memory", "1MiB", "--block-bytes", "900TiB"],
+        ["replay", os.devnull, "--memory-blocks", "9" * 30],
+        ["replay", os.devnull, "--memory-blocks", "9" * 15],
+        ["replay", os.devnull, "--memory-blocks", "1", "--block-bytes", "8000TiB"],
+        ["replay", os.devnull, "--memory-blocks", "1", "--block-bytes", str(memory_limit() // 2)],
         ["replay", os.devnull, "--policy", "psychic"],
         ["replay", os.devnull, "--loop", "twisted"],
         ["replay", __file__],
+        ["replay", str(ROOT)],
+        ["replay", sys.executable],
+        ["replay", ""],
+        ["replay", "a\0b"],
         ["stats"],
         ["stats", "/nonexistent"],
         ["verify", "/nonexistent"],
     ],
-    ids=" ".join,
+    ids=lambda arguments: " ".join(arguments)[:60],
 )
 def test_bad_usage_is_status_2_and_says_why(arguments, capsys):
     assert main(arguments) == 2
+    complaint(capsys)
+
+
+def complaint(capsys) -> str:
+    """Return the one line that was said; the parser says how the command is used before it."""
     out = capsys.readouterr()
     assert out.out == ""
-    assert "asynckv" in out.err
-    assert "Traceback" not in out.err
+    *usage, line, end = out.err.split("\n")
+    assert end == ""
+    assert re.match(r"asynckv( \w+)?: .", line)
+    assert not usage or usage[0].startswith("usage: asynckv")
+    assert "force" not in line, "not something that the command line has"
+    return line
+
+
+def test_sizes_and_counts():
+    assert [size(text) for text in ("0", "007", "64KiB", "1.5 GB")] == [0, 7, 65536, 1_500_000_000]
+    assert count("12") == 12
+
+
+def test_a_block_that_its_padding_makes_too_large(tmp_path, capsys):
+    trace = tmp_path / "trace"
+    trace.write_text('{"hash_ids": [8675309]}')
+    assert main(["replay", str(trace), "--memory", "1000001", "--disk", "0", "--block-bytes", "1000001"]) == 2
+    line = complaint(capsys)
+    assert "does not fit a pool of 1,000,001 bytes" in line
+    assert "8675309" not in line
+
+
+def test_more_memory_than_there_is(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(asynckv, "open", fail)
+    assert main(["replay", os.devnull, "--memory", "1MiB"]) == 2
+    assert "memory" in complaint(capsys)
+
+
+@pytest.mark.parametrize("value", ["warp", "IO_URING", " ", "threads,auto"])
+@pytest.mark.parametrize("command", ["demo", "replay", "stats", "verify"])
+def test_a_wrong_engine_in_the_environment(store, capsys, monkeypatch, command, value):
+    monkeypatch.setenv("ASYNCKV_ENGINE", value)
+    arguments = {"demo": [], "replay": [os.devnull, "--engine", "threads"]}.get(command, [str(store)])
+    assert main([command, *arguments]) == 2
+    line = complaint(capsys)
+    assert f"ASYNCKV_ENGINE={value!r}" in line
+    assert "unset it" in line
+    assert main([command, "--help"]) == 0
+    monkeypatch.setenv("ASYNCKV_ENGINE", "")
+    capsys.readouterr()
+    if command in ("stats", "verify"):
+        assert main([command, *arguments]) == 0
+
+
+def directories(tmp_path: Path) -> dict[str, str]:
+    """Return names that no command may take for a directory to make anything in."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere").symlink_to("gone")
+    names = {name: str(tmp_path / name) for name in ("file", "file/below", "loop", "nowhere")}
+    return names | {"proc": "/proc/new", "device": os.devnull, "long": "x" * 300, "empty": "", "NUL": "a\0b"}
+
+
+@pytest.mark.parametrize("kind", ["file", "file/below", "loop", "nowhere", "proc", "device", "long", "empty", "NUL"])
+@pytest.mark.parametrize("command", ["stats", "verify", "doctor", "replay", "demo"])
+def test_what_is_no_directory_is_status_2(tmp_path, capsys, command, kind):
+    name = directories(tmp_path)[kind]
+    before = sorted(tmp_path.iterdir())
+    arguments = {"replay": [os.devnull, "--memory", "1MiB", "--dir"], "demo": ["--dir"]}.get(command, [])
+    assert main([command, *arguments, name]) == 2
+    line = complaint(capsys)
+    assert name in line or "\0" in name
+    assert "Errno" not in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "doctor", "demo"])
+def test_only_replay_makes_a_directory(tmp_path, capsys, command):
+    name = str(tmp_path / "new" / "one")
+    assert main([command, *(["--dir"] if command == "demo" else []), name]) == 2
+    assert name in complaint(capsys)
+    assert list(tmp_path.iterdir()) == []
+    assert main(["replay", os.devnull, "--memory", "1MiB", "--dir", name]) == 0
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "replay"])
+@pytest.mark.parametrize("unsafe", ["mode", "link"])
+def test_an_unsafe_store_is_status_2(store, capsys, command, unsafe):
+    name = str(store)
+    if unsafe == "mode":
+        store.chmod(0o770)
+    else:
+        name += "-link"
+        Path(name).symlink_to(store)
+    arguments = [os.devnull, "--memory", "1MiB", "--dir"] if command == "replay" else []
+    assert main([command, *arguments, name]) == 2
+    assert name in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.EACCES, 2), (errno.EROFS, 2), (errno.ENOSPC, 1), (errno.EIO, 1)],
+    ids=["EACCES", "EROFS", "ENOSPC", "EIO"],
+)
+def test_errors_of_the_system(store, capsys, monkeypatch, number, status):
+    def fail(_):
+        raise OSError(number, os.strerror(number), "lock")
+
+    monkeypatch.setattr(inspect, "inspect_directory", fail)
+    assert main(["stats", str(store)]) == status
+    assert complaint(capsys) == f"asynckv: {store}: {os.strerror(number)}"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["replay", "--help"], ["verify", "--help"]])
@@ -113,10 +245,67 @@ def test_loop_that_is_not_installed(monkeypatch):
         choose_loop("uvloop")
 
 
+def shell(command: str) -> tuple[int, str, str]:
+    """Run a line of shell, where $A is the command; its status is the first one's of a pipe that fails."""
+    line = f"set -o pipefail; A='{sys.executable} -m asynckv'; {command}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_a_reader_that_leaves_is_no_traceback(store):
-    command = f"{sys.executable} -m asynckv stats {store} | true"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stderr == ""
+    for unbuffered in ("", "1"):
+        assert shell(f"export PYTHONUNBUFFERED={unbuffered}; (sleep 0.2; $A stats {store}) | true") == (141, "", "")
+        status, out, err = shell(f"export PYTHONUNBUFFERED={unbuffered}; $A stats {store} | head -1")
+        assert (out, err) == (f"statistics of {store}\n", "")
+        assert status in (0, 141)
+
+
+def test_results_that_cannot_be_written(store):
+    for unbuffered in ("", "1"):
+        status, _, err = shell(f"export PYTHONUNBUFFERED={unbuffered}; $A stats {store} >/dev/full")
+        assert (status, err) == (1, "asynckv: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(store, closed):
+    status, out, err = shell(f"$A replay /dev/null --memory 1MiB --disk 16MiB --dir {store} {closed}")
+    assert (status, err) == (0, "")
+    assert bool(out) == (">&-" not in closed.replace("2>&-", ""))
+    assert shell(f"$A verify {store}")[0] == 0
+    assert shell(f"$A stats /nonexistent {closed}")[0] == 2
+
+
+def test_names_that_the_terminal_cannot_show(tmp_path):
+    for name in (b"caf\xe9", "café".encode()):
+        trace = os.fsencode(tmp_path) + b"/" + name
+        Path(os.fsdecode(trace)).touch()
+        quoted = shlex.quote(os.fsdecode(trace))
+        status, out, err = shell(f"export PYTHONIOENCODING=ascii; $A replay {quoted} --memory 1MiB --disk 0")
+        assert (status, err) == (0, "")
+        assert out.startswith("replay of ")
+
+
+def test_an_interrupt_is_status_130_and_leaves_a_clean_line(tmp_path):
+    trace = tmp_path / "trace"
+    trace.write_text("".join(f'{{"hash_ids": [{each}]}}\n' for each in range(500_000)))
+    command = [sys.executable, "-m", "asynckv", "replay", str(trace), "--memory", "1MiB", "--disk", "0"]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    out = b""
+    with contextlib.suppress(OSError):  # what a terminal says when nobody is at its other end any more
+        while piece := os.read(ours, 4096):
+            if not out:
+                process.send_signal(signal.SIGINT)
+            out += piece
+    os.close(ours)
+    assert process.wait(timeout=60) == 130
+    *_, shown, blank, end = out.split(b"\r")
+    assert b"requests" in shown
+    assert (blank.strip(), end) == (b"", b"")
+    assert len(blank) >= len(shown) + len("^C"), "the terminal shows that, too"
+    assert list(tmp_path.iterdir()) == [trace]
 
 
 def test_demo_small(tmp_path, capsys, monkeypatch):

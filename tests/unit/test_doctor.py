@@ -20,7 +20,7 @@ from asynckv.tiers.inspect import look_at
 
 ROOT = Path(asynckv.__file__).parent.parent
 OPTIONS = {"memory": "1MiB", "disk": "16MiB", "segment": "256KiB"}
-MACHINE = ["kernel", "memory", "RAM", "memlock", "CPU", "prefix keys"]
+MACHINE = ["kernel", "memory", "RAM", "memlock", "CPU", "prefix keys", "ASYNCKV_ENGINE"]
 PLACE = ["directory", "file system", "free space", "inodes"]
 GIB = 1 << 30
 
@@ -92,7 +92,7 @@ def test_a_healthy_directory(tmp_path, capsys):
 
 def test_json(tmp_path, capsys):
     report, checks = run_json(capsys, tmp_path)
-    assert list(checks)[:12] == [*MACHINE, *PLACE, "O_DIRECT", "io_uring"]
+    assert list(checks)[:13] == [*MACHINE, *PLACE, "O_DIRECT", "io_uring"]
     assert report["directory"] == str(tmp_path)
     assert report["version"] == asynckv.__version__
     assert {"threads", "aiofiles"} <= set(report["speed"])
@@ -120,9 +120,14 @@ def test_bad_usage_is_status_2(arguments, capsys):
     assert "Traceback" not in out.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_nothing_behind(tmp_path, number):
-    code = "import sys, asynckv.cli, asynckv.commands.doctor as d; d.SECONDS = 30; sys.exit(asynckv.cli.main())"
+@pytest.mark.parametrize(
+    ("number", "interrupts"),
+    [(signal.SIGTERM, "default_int_handler"), (signal.SIGTERM, "SIG_IGN"), (signal.SIGINT, "default_int_handler")],
+)
+def test_a_signal_leaves_nothing_behind(tmp_path, number, interrupts):
+    # A shell starts its background jobs with SIGINT ignored.
+    code = f"import signal; signal.signal(signal.SIGINT, signal.{interrupts}); "
+    code += "import sys, asynckv.cli, asynckv.commands.doctor as d; d.SECONDS = 30; sys.exit(asynckv.cli.main())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "doctor", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -187,6 +192,23 @@ def test_an_unsafe_store_fails(tmp_path, capsys, machine):
     assert "0700" in checks["directory"]["advice"]
 
 
+@pytest.mark.parametrize("what", ["writable", "symlink"])
+def test_a_directory_that_is_only_good_for_a_store_below_it(tmp_path, capsys, machine, what):
+    path = tmp_path / "place"
+    path.mkdir()
+    if what == "writable":
+        path.chmod(0o777)
+    else:
+        path = tmp_path / "link"
+        path.symlink_to(tmp_path / "place")
+    report, checks = run_json(capsys, path)
+    assert report["ok"]
+    assert checks["directory"]["status"] == "WARN"
+    assert what in checks["directory"]["found"]
+    assert "below" in checks["directory"]["advice"]
+    assert "O_DIRECT" in checks
+
+
 def test_looking(tmp_path):
     assert look_at(tmp_path) == (False, None, "")
     tmp_path.chmod(0o777)
@@ -242,6 +264,27 @@ def test_an_old_kernel_with_little_to_lock(tmp_path, capsys, machine):
 def test_a_single_cpu(tmp_path, capsys, machine):
     machine.setattr(probes, "cpu_flags", lambda: ("x86_64", 1, []))
     assert run_json(capsys, tmp_path)[1]["CPU"]["status"] == "WARN"
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "found"),
+    [
+        (None, "OK", "not set"),
+        ("", "OK", "not set"),
+        ("threads", "OK", "threads"),
+        ("warp", "FAIL", "'warp' is no engine"),
+        ("IO_URING", "FAIL", "'IO_URING' is no engine"),
+    ],
+)
+def test_the_engine_of_the_environment(tmp_path, capsys, machine, value, status, found):
+    if value is not None:
+        machine.setenv("ASYNCKV_ENGINE", value)
+    report, checks = run_json(capsys, tmp_path)
+    assert checks["ASYNCKV_ENGINE"]["status"] == status
+    assert found in checks["ASYNCKV_ENGINE"]["found"]
+    assert report["ok"] == (status == "OK")
+    if status == "FAIL":
+        assert "unset it" in checks["ASYNCKV_ENGINE"]["advice"]
 
 
 def test_prefix_keys_that_differ(tmp_path, capsys, machine):

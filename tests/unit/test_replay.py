@@ -1,5 +1,6 @@
 """Replaying traces: reading them, generating them, and counts that equal the textbook policies'."""
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -92,6 +93,75 @@ def test_bad_lines_name_their_number(line):
         parse_request(line, 17)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Infinity", "-Infinity", "NaN", "1e999", "-1", "-0.5", "1e300", "9" * 30, "9" * 5000, '"1"', "null", "true",
+        "[1]", "{}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["timestamp", "input_length", "output_length", "hash_ids"])
+def test_numbers_that_no_request_has(tmp_path, capsys, name, value):
+    if name == "hash_ids":
+        line = f'{{"hash_ids": [5, {"-0.5" if value == "-1" else value}]}}'
+    else:
+        line = f'{{"hash_ids": [5], "{name}": {value}}}'
+    trace = tmp_path / "trace"
+    trace.write_text(f'{{"hash_ids": [1]}}\n\n{line}\n')
+    assert main(["replay", str(trace), "--memory", "1MiB", "--disk", "0"]) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.startswith(f"asynckv: {trace}: line 3: ")
+    assert out.err.count("\n") == 1
+
+
+def test_numbers_that_a_request_may_have():
+    request = parse_request(b'{"hash_ids": [-1], "timestamp": 0.5, "input_length": 512.0, "output_length": 0}', 1)
+    assert request == Request(0.5, 512, 0, [-1])
+    assert type(request.input_length) is int
+    assert parse_request(b'{"hash_ids": []}', 1) == Request(0, 0, 0, [])
+    for name in ("input_length", "output_length"):
+        with pytest.raises(TraceError, match="whole"):
+            parse_request(b'{"hash_ids": [], "%s": 1.5}' % name.encode(), 1)
+
+
+def test_errors_of_a_trace_show_no_keys():
+    for line in (b'{"hash_ids": [1, "8675309"]}', b'{"hash_ids": [8675309.5]}', b'{"hash_ids": [8675309}', b"8675309"):
+        with pytest.raises(TraceError) as caught:
+            parse_request(line, 17)
+        assert "8675309" not in str(caught.value)
+
+
+def is_open(path: Path) -> bool:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return str(path) in names
+
+
+async def test_a_trace_is_closed_when_a_line_is_bad(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text('{"hash_ids": [1]}\n{\n')
+    with pytest.raises(TraceError):
+        await read_all(path)
+    assert not is_open(path)
+
+
+async def test_a_trace_is_closed_when_not_all_of_it_is_read(tmp_path):
+    path = write_trace(tmp_path / "trace", requests_of(*([each] for each in range(9))))
+    async with contextlib.aclosing(read_trace(path)) as requests:
+        await Replay(Liar(), 100).run(requests, 1)
+        assert is_open(path)
+    assert not is_open(path)
+
+
+async def test_a_trace_that_cannot_be_read_names_itself():
+    with pytest.raises(OSError) as caught:
+        await read_all("/proc/self/mem")  # opens, and has nothing to read at its start
+    assert caught.value.filename == "/proc/self/mem"
+
+
 # -- generating
 
 
@@ -182,6 +252,23 @@ def test_progress_is_silent_in_a_pipe_and_cleans_up_on_a_terminal():
     assert "work:  50% half" in terminal.getvalue()
     assert "too soon" not in terminal.getvalue()
     assert terminal.getvalue().endswith("\r")
+
+
+def test_progress_goes_with_what_interrupts_it_and_fits_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal()
+    with pytest.raises(KeyboardInterrupt), Progress("work", terminal) as progress:
+        progress.update(0.5, "half of it " * 10)
+        raise KeyboardInterrupt
+    shown, blank, end = terminal.getvalue().split("\r")[1:]
+    assert shown.startswith("work:  50% half")
+    assert end == ""
+    assert blank.isspace()
+    assert len(shown) + len("^C") <= len(blank) < 30
 
 
 def model(prompts, capacity, policy):
