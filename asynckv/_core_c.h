@@ -34,7 +34,8 @@ static void akv_unmap(void *p, size_t size) { munmap(p, size); }
 /* Write to each page of a range without changing a byte, whoever else writes there. Not MADV_POPULATE_WRITE: that holds a
    lock for which every other thread that maps or unmaps memory, or starts a thread, would have to wait. */
 static void akv_touch(char *p, size_t size) {
-    for (size_t at = 0; at < size; at += 4096) __atomic_fetch_or(p + at, 0, __ATOMIC_RELAXED);
+    /* volatile: else a compiler may see that nothing changes, and leave it out */
+    for (size_t at = 0; at < size; at += 4096) __atomic_fetch_or((volatile char *)p + at, 0, __ATOMIC_RELAXED);
 }
 
 static void *akv_alloc64(size_t size) {

@@ -26,6 +26,8 @@ from time import sleep
 
 from xxhash import xxh3_64_intdigest
 
+from asynckv.checksum import checksum as sum_of
+
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 HEADER_BYTES = 112              # fixed part of a chunk

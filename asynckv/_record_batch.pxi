@@ -198,7 +198,7 @@ def write_batch(BatchPlan plan, list spills, list carries, list tombstones, stag
             view = item.view
             checksum = item.sealed_checksum if index < plan.spills else item.checksum
             if checksum is None:
-                checksum = xxh3_64_intdigest(view[:stored] if <uint64_t>len(view) != stored else view)
+                checksum = sum_of(view[:stored] if <uint64_t>len(view) != stored else view)
             offset = plan.offsets[index]
             writer.add_block(item.kind, item.key, item.desc, offset, stored, checksum)
             checksums.append(checksum)

@@ -39,6 +39,11 @@ def writable_bytes(out: Any) -> memoryview:
     return flat if flat.nbytes else memoryview(bytearray())
 
 
+def payload_bytes(block: Any) -> int:
+    """Bytes of a block's payload."""
+    return block.key.nbytes + block.value.nbytes if isinstance(block, CacheBlock) else block.nbytes
+
+
 def copy_payload(block: Any, out: memoryview) -> int:
     """Copy a block's payload to the start of `out`; bytes written.
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asynckv._core import Table
-from asynckv.buffers import copy_payload, writable_bytes
+from asynckv.buffers import copy_payload, payload_bytes, writable_bytes
 from asynckv.config import Config
 from asynckv.errors import BlockTooLargeError, ClosedError
 from asynckv.gauges import read_gauges
@@ -366,10 +366,10 @@ class Cache:
             for index in range(start, end):
                 block, blocks[index - start] = blocks[index - start], None
                 if block is not None:
-                    while self._scheduler.turn_is_spent:  # noqa: ASYNC110 - a turn is all there is to wait for
-                        await asyncio.sleep(0)
+                    await self._scheduler.copy_turn(payload_bytes(block))
                     size = results[index] = copy_payload(block, targets[index])
-                    self._scheduler.spend(size)
+                    if self._turn_is_due(size):
+                        await self._turn()
             start = end
         return results
 

@@ -1,21 +1,19 @@
-"""The pool's memory pages: given ahead of use, and taken back, by a thread beside the loop.
+"""The pool's memory pages: given ahead of use, and taken back, beside the loop.
 
 The first write to a page costs a microsecond in the kernel, and a millisecond or ten where it has to make a huge page
 first: a copy into fresh memory would stop the loop for as long. So the pages that come into use next are made ready
-while the loop does something else; what will never be used takes none.
+while the loop does something else; of a large pool, no more than that.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from asynckv.beside import beside
 
+if TYPE_CHECKING:
     from asynckv._core import Table
 
 __all__ = ["Pages"]
@@ -52,38 +50,25 @@ class Pages:
         if wanted is None:
             return
 
-        def done(_: asyncio.Future[None]) -> None:
+        def done(_: object) -> None:
             self._running = None
             if not self._table.closed:
                 self._table.pages_ready(*wanted)
                 self.look()  # it may have been overtaken
 
-        self._running = self._beside(partial(self._table.touch_pages, *wanted))
-        self._running.add_done_callback(done)
-
-    def _beside(self, job: Callable[[], object]) -> asyncio.Future[None]:
-        """Run a job that cannot fail in a thread of its own."""
-        future: asyncio.Future[None] = self._loop.create_future()
-
-        def end() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def run() -> None:
-            job()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(end)
-
         try:
-            threading.Thread(target=run, name="asynckv-pages", daemon=True).start()
-        except RuntimeError:  # no more threads
-            job()
-            end()
-        return future
+            self._running = beside(self._loop, partial(self._table.touch_pages, *wanted))
+        except RuntimeError:  # no more threads: they come with the first use
+            self._table.pages_ready(*wanted)
+        else:
+            self._running.add_done_callback(done)
 
     async def close(self) -> None:
         """Close the table and give its memory back, if no view holds it."""
         mapping: list[Any] = [self._table.close()]
         if self._running is not None:
             await asyncio.wait([self._running])
-        await self._beside(mapping.clear)
+        try:
+            await beside(self._loop, mapping.clear)
+        except RuntimeError:
+            mapping.clear()

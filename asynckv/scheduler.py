@@ -6,6 +6,8 @@ Invariants
   are thrown away when they arrive and its waiters look again.
 * The operation owns its extent until the engine says `released`, whatever became of those who waited for it.
 * Dirty blocks never fill the pool: a reload always finds room that is free or clean, unless views pin it.
+* What all calls together copy in one turn of the loop is bounded. Who finds the turn spent waits in line; puts and
+  copies out of the pool have the first right in alternate turns, so neither starves the other.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from asynckv.waiting import (
     DISK,
     DISK_HIT,
     DONE,
+    ITEM_BYTES,
     LOADING,
     MISS,
     NO_ROOM,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asynckv")
 
 LATENCIES_KEPT = 4096
-COPY_BYTES = 1 << 20  # in one turn of the loop, by all calls together: some 0.2 ms
+COPY_BYTES = 2 << 20  # in one turn of the loop, by all calls together: some 0.3 ms
 FAILED_READS_KEPT = 1024
 PREFETCH_BLOCKS_MAX = 512
 # Of the pool: dirty blocks never hold more than this, so that reloads always find clean or free room.
@@ -124,10 +127,11 @@ class Scheduler:
         self.looking: set[Gather] = set()  # large batches between two turns
         self.writer = Writer(self, config)
         self._dirty_limit = int(table.capacity * DIRTY_LIMIT)
-        self._kicked = False
-        self._copied = 0  # bytes, in this turn of the loop
-        self._turn_noted = False
+        self._turn_due = False
         self._on_turn = on_turn
+        self._copied = 0  # bytes, in this turn of the loop
+        self._copiers: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._copies_first = False
         self.closed = False
         self._recovery: asyncio.Task[None] | None = None
         self._known = True  # the index holds all that the log does
@@ -146,16 +150,31 @@ class Scheduler:
 
     def kick(self) -> None:
         """Something that may make room happened: let the queues look in the next turn, once."""
-        if not self._kicked and not self.closed and (self.load_queue or self.put_queue):
-            self._kicked = True
-            self.loop.call_soon(self._pump)
+        if not self.closed and (self.load_queue or self.put_queue):
+            self._next_turn()
+
+    def _next_turn(self) -> None:
+        if not self._turn_due:
+            self._turn_due = True
+            self.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """What is done at most once in a turn of the loop."""
+        self._turn_due = False
+        self._copied = 0
+        self._copies_first = not self._copies_first
+        if self._copies_first:
+            self._grant_copies()
+        if not self.closed:
+            self._pump()
+            self._on_turn()
+        self._grant_copies()
 
     def _pump(self) -> None:
-        self._kicked = False
         answers = []
         for queue in sorted((self.load_queue, self.put_queue), key=lambda queue: queue.arrival):
             answers.append(queue.pump())
-            if answers[-1] == AGAIN:
+            if answers[-1] == AGAIN and not self.turn_is_spent:  # a reload copies nothing
                 break
         self.table.waiting = BLOCKED in answers
         if AGAIN in answers:
@@ -345,36 +364,62 @@ class Scheduler:
         return self._copied >= COPY_BYTES
 
     def spend(self, nbytes: int) -> None:
-        """Note that room of the pool came into use in this turn, and that so many bytes were copied."""
+        """Note that room of the pool came into use in this turn, and that so many bytes are copied."""
         self._copied += nbytes
-        if not self._turn_noted:
-            self._turn_noted = True
-            self.loop.call_soon(self._next_turn)
+        if not self._turn_due:
+            self._next_turn()
 
-    def _next_turn(self) -> None:
-        self._copied = 0
-        self._turn_noted = False
-        if not self.closed:
-            self._on_turn()
+    async def copy_turn(self, nbytes: int) -> None:
+        """Wait for the right to copy so many bytes out of the pool, in order of arrival."""
+        nbytes += ITEM_BYTES
+        if not self._copiers and not self.turn_is_spent:
+            self.spend(nbytes)
+            return
+        future: asyncio.Future[None] = self.loop.create_future()
+        self._copiers.append((future, nbytes))
+        self._next_turn()
+        await future
+
+    def _grant_copies(self) -> None:
+        while self._copiers and not self.turn_is_spent:
+            future, nbytes = self._copiers.popleft()
+            if not future.done():
+                self.spend(nbytes)
+                future.set_result(None)
+        if self._copiers:
+            self._next_turn()
 
     # -- puts ----------------------------------------------------------------------------------------------------
 
     def too_dirty(self, extent: int) -> bool:
         """Would this put leave reloads without clean or free room?"""
         table = self.table
+        if not table.backed:
+            return False
         held = table.dirty_bytes + self.writer.bytes_in_flight
-        return bool(table.backed and held and held + extent > self._dirty_limit)
+        return bool(held and held + extent > self._dirty_limit)
 
     def put_now(self, key: Any, draft: Draft) -> bool:
         """Store at once when nobody waits, there is room, and the turn is not spent."""
-        if self._copied >= COPY_BYTES or self.load_queue or self.put_queue or self.too_dirty(draft.extent):
+        return self._copied < COPY_BYTES and not self.load_queue and not self.put_queue and self.store(key, draft)
+
+    def store(self, key: Any, draft: Draft) -> bool:
+        """Store in room that is there at once, if any is."""
+        extent = draft.extent
+        if self.too_dirty(extent) or not self.table.put(key, draft):
             return False
-        if not self.table.put(key, draft):
-            return False
-        self.spend(draft.extent)
-        self.counters.puts += 1
-        self.writer.poke()
+        self._stored(extent)
         return True
+
+    def fill(self, room: Room, key: Any, draft: Draft) -> None:
+        """Store in room that was granted."""
+        self.table.fill(room, key, draft)
+        self._stored(draft.extent)
+
+    def _stored(self, extent: int) -> None:
+        self.counters.puts += 1
+        self.spend(extent + ITEM_BYTES)
+        self.writer.poke()
 
     async def put(self, items: Sequence[tuple[Any, Draft | None]]) -> list[bool]:
         """Store in order, waiting for room; False for what got none in time."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
+from asynckv.beside import beside
+from asynckv.checksum import checksum
 from asynckv.errors import BlockTooLargeError, ClosedError, NoRoomError
 from asynckv.waiting import DISK_HIT, MEMORY_HIT, Gather
 
@@ -200,27 +201,30 @@ class Reservation:
         room, self._room = self._room, None
         if room is None:
             return
-        checksum = None
+        digest = None
         if kind is None and cache._tier is not None and not cache.closed:
-            checksum = await self._checksum(room)
+            digest = await self._checksum(room)
         if kind is not None or cache.closed:
             room.cancel()
             cache._scheduler.kick()
             if kind is None:
                 raise ClosedError("the cache was closed before the block was published", key=self._key)
             return
-        cache._table.publish(room, self._key, self._draft, checksum)
+        cache._table.publish(room, self._key, self._draft, digest)
         cache._scheduler.counters.puts += 1
         cache._scheduler.writer.poke()
         cache._scheduler.kick()
 
     async def _checksum(self, room: Room) -> int:
-        """Of the whole extent, in a worker when it is large; who is cancelled leaves the room to the worker."""
+        """Of the whole extent, in a thread when it is large; who is cancelled leaves the room to the thread."""
         cache = self._cache
         data = cache._table.extent(room)
         if data.nbytes <= LOOP_CHECKSUM_BYTES:
-            return xxhash.xxh3_64_intdigest(data)
-        digest = asyncio.ensure_future(asyncio.to_thread(xxhash.xxh3_64_intdigest, data))
+            return checksum(data)
+        try:
+            digest = beside(cache._loop, partial(checksum, data))
+        except RuntimeError:  # no more threads
+            return checksum(data)
 
         def free(_: asyncio.Future[int]) -> None:
             room.cancel()

@@ -16,8 +16,9 @@ import asyncio
 import itertools
 import math
 import operator
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ PENDING, MEMORY_HIT, DISK_HIT, MISS, NO_ROOM = range(5)
 # What one call may do before the loop turns: some hundred microseconds of look-ups.
 TURN_KEYS = 512
 RELOAD_KEYS = 16  # of look-ups: what starting a reload costs
-ITEM_BYTES = 2 << 10  # of copying: what a put costs besides its bytes
+ITEM_BYTES = 4 << 10  # of copying: what a put costs besides its bytes
 
 _arrivals = itertools.count()
 
@@ -42,8 +43,8 @@ def plain_key(key: Any) -> int | bytes | str:
     return key if isinstance(key, (int, bytes, str)) else operator.index(key)
 
 
-class RoomQueue:
-    """Calls that wait for room, in order of arrival.
+class RoomQueue(OrderedDict["Waiter", float]):
+    """Calls that wait for room, in order of arrival, with their deadlines.
 
     A call is given up when it has waited `timeout` seconds and the head of the queue is blocked; while the head works,
     if only over several turns, nobody behind it is.
@@ -52,60 +53,55 @@ class RoomQueue:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, clock: Clock, timeout: float, on_leave: Callable[[], object]
     ) -> None:
+        super().__init__()
         self._loop = loop
         self._clock = clock
         self._timeout = timeout
         self._on_leave = on_leave  # a head that leaves may have been all that was in the way
         self._working = False
-        self._waiters: deque[Waiter] = deque()
-        self._timers: dict[Waiter, TimerHandle] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiters)
-
-    def __contains__(self, waiter: object) -> bool:
-        return waiter in self._timers
-
-    def __iter__(self) -> Iterator[Waiter]:
-        return iter(tuple(self._waiters))
+        self._timer: TimerHandle | None = None  # for the first deadline
 
     @property
     def arrival(self) -> float:
         """When the head came, in the order of all calls of the process; infinity without one."""
-        return self._waiters[0].arrival if self._waiters else math.inf
+        return next(iter(self)).arrival if self else math.inf
 
     def add(self, waiter: Waiter, *, working: bool) -> None:
         """Put a call at the end; `working` when it is the head and has more to do at once."""
-        if not self._waiters:
+        if not self:
             self._working = working
         waiter.arrival = next(_arrivals)
-        self._waiters.append(waiter)
-        self._arm(waiter)
-
-    def _arm(self, waiter: Waiter) -> None:
-        self._timers[waiter] = self._clock.call_later(self._loop, self._timeout, lambda: self._expired(waiter))
+        self[waiter] = self._clock.monotonic() + self._timeout
+        if self._timer is None:
+            self._timer = self._clock.call_later(self._loop, self._timeout, self._expire)
 
     def discard(self, waiter: Waiter) -> None:
         """Take a call out, wherever it stands."""
-        timer = self._timers.pop(waiter, None)
-        if timer is not None:
-            timer.cancel()
-            self._waiters.remove(waiter)
+        if self.pop(waiter, None) is not None:
+            if not self and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             self._on_leave()
 
-    def _expired(self, waiter: Waiter) -> None:
-        if waiter in self._timers:
-            if self._working:
-                self._arm(waiter)
-            else:
-                self.discard(waiter)
-                waiter.expire()
+    def _expire(self) -> None:
+        self._timer = None
+        if not self:
+            return
+        now = self._clock.monotonic()
+        late = [] if self._working else list(takewhile(lambda waiter: self[waiter] <= now, self))
+        for waiter in late:
+            self.discard(waiter)
+        if self:
+            wait = self._timeout if self._working else max(0.0, next(iter(self.values())) - now)
+            self._timer = self._clock.call_later(self._loop, wait, self._expire)
+        for waiter in late:
+            waiter.expire()
 
     def pump(self) -> int:
         """Let the heads work. DONE when the queue is empty, else what its head answered."""
         answer = DONE
-        while self._waiters:
-            head = self._waiters[0]
+        while self:
+            head = next(iter(self))
             try:
                 answer = head.step()
             except Exception as error:  # our bug: its call gets it, those behind it go on
@@ -428,17 +424,15 @@ class Putting(PutWaiter):
             if draft is None:  # could never fit; its old value goes, as for a refused put
                 self._reject(key)
                 continue
-            answer = self._room_step(draft)
-            if answer != DONE:
-                return answer
-            room, self._room = self._room, None
-            assert room is not None
-            scheduler.table.fill(room, key, draft)
-            scheduler.counters.puts += 1
-            scheduler.spend(draft.extent + ITEM_BYTES)
+            if self._room is not None or not scheduler.store(key, draft):
+                answer = self._room_step(draft)
+                if answer != DONE:
+                    return answer
+                room, self._room = self._room, None
+                assert room is not None
+                scheduler.fill(room, key, draft)
             self.results.append(True)
             self._next += 1
-            scheduler.writer.poke()
         if not self.future.done():
             self.future.set_result(self.results)
         return DONE

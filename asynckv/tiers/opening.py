@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-* Whatever is there, opening ends and serves; only ``strict`` refuses.
+* Whatever is there, opening ends and serves; only ``strict`` refuses. A disk that hangs is another matter: nothing is
+  served from one where a write of the owner before is still under way after the deadline.
 * A file name in our pattern is a segment, whatever is in it; files of other names are counted and left alone.
 * A write of the owner before may reach the disk after that process has died. A file that it may have been writing to
   is settled before it is believed or used again, so that the next opening does not find more than this one showed.

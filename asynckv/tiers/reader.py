@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from xxhash import xxh3_64_intdigest
-
 from asynckv._record import payload_span
 from asynckv.backends.base import ShortTransferError
+from asynckv.checksum import checksum
 from asynckv.tiers.segment import wait_at_most
 
 if TYPE_CHECKING:
@@ -30,12 +29,12 @@ __all__ = ["BlockReader"]
 READS_PER_BLOCK = 2  # a second one, because a flawed transfer is not a damaged block
 
 
-def make_verify(stored: int, checksum: int) -> Callable[[memoryview], bool]:
+def make_verify(stored: int, expected: int) -> Callable[[memoryview], bool]:
     """Check a payload in a worker; zeroes what follows it in the buffer."""
 
     def verify(buffer: memoryview) -> bool:
         body = buffer[:stored] if len(buffer) != stored else buffer
-        if xxh3_64_intdigest(body) != checksum:
+        if checksum(body) != expected:
             return False
         if len(buffer) > stored:
             buffer[stored:] = bytes(len(buffer) - stored)

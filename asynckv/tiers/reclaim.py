@@ -97,7 +97,8 @@ class Reclaimer:
             await self._new_segment()
             following = self.set.next_number - 1
         except asyncio.CancelledError:  # whoever comes next goes on where the log was
-            self.set.active, old = old, None
+            if old is not None and not old.retired:
+                self.set.active, old = old, None
             raise
         finally:
             if old is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import types
 
 import numpy as np
 import pytest
-import xxhash
 from storekit import BLOCK, KIB, MIB, blocks, canon, check_idle, payload, settle, until
 
 import asynckv
+from asynckv.checksum import checksum
 
 SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
 
@@ -221,9 +220,9 @@ async def test_the_checksum_of_a_large_reservation_is_taken_beside_the_loop(tmp_
     def slow(data):
         entered.set()
         assert go_on.wait(10)
-        return xxhash.xxh3_64_intdigest(data)
+        return checksum(data)
 
-    monkeypatch.setattr("asynckv.sessions.xxhash", types.SimpleNamespace(xxh3_64_intdigest=slow))
+    monkeypatch.setattr("asynckv.sessions.checksum", slow)
     cache = await asynckv.open(tmp_path / "kv", memory="16MiB", disk="64MiB", segment="16MiB")
 
     async def reserve():

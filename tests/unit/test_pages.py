@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ import pytest
 import asynckv
 from asynckv import pages as pages_module
 from asynckv._core import Table
+from asynckv.beside import beside
 from asynckv.pages import Pages
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -21,12 +23,7 @@ def put(table, key, size):
 
 
 def no_thread_is_left():
-    for thread in threading.enumerate():
-        if thread.name == "asynckv-pages":  # it tells that it is done just before it ends
-            thread.join(5)
-            if thread.is_alive():
-                return False
-    return True
+    return not [thread for thread in threading.enumerate() if thread.name == "asynckv-beside"]
 
 
 def test_pages_are_wanted_ahead_of_use_from_both_ends():
@@ -88,16 +85,32 @@ def test_touching_changes_no_byte_while_others_write():
     assert table.close() is None
 
 
-async def test_a_store_that_fills_gets_its_pages_piece_by_piece(monkeypatch):
+def test_touching_makes_pages_resident():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+    table = Table(128 * MIB)
+    before = resident()
+    table.touch_pages(0, 96 * MIB)
+    assert 90 * MIB < resident() - before < 120 * MIB
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that got their pages, None for what was given back; 512 KiB ahead of use."""
+    found = []
+
+    def noting(loop, job):
+        found.append(getattr(job, "args", None))
+        return beside(loop, job)
+
     monkeypatch.setattr(pages_module, "AHEAD_BYTES", 512 * KIB)
-    ranges = []
+    monkeypatch.setattr(pages_module, "beside", noting)
+    return found
 
-    class Noting(Pages):
-        def _beside(self, job):
-            ranges.append(getattr(job, "args", None))
-            return super()._beside(job)
 
-    monkeypatch.setattr("asynckv.cache.Pages", Noting)
+async def test_a_store_that_fills_gets_its_pages_piece_by_piece(ranges):
     cache = await asynckv.open("unused", memory="4MiB", disk=0)
     assert ranges[0] == (0, 512 * KIB)  # before it opens
     for key in range(48):
@@ -108,6 +121,20 @@ async def test_a_store_that_fills_gets_its_pages_piece_by_piece(monkeypatch):
     await cache.close()
     assert ranges.pop() is None  # the memory given back, beside the loop as well
     assert no_thread_is_left()
+
+
+async def test_reloads_and_reservations_bring_pages_too(ranges, tmp_path):
+    async with asynckv.open(tmp_path / "kv", memory="4MiB", disk="16MiB") as cache:
+        for key in range(40):
+            async with cache.reserve(key, (64 * KIB,), "u1") as array:
+                array[:] = key
+            await asyncio.sleep(0.001)
+        assert len([each for each in ranges if each]) > 4
+    ranges.clear()
+    async with asynckv.open(tmp_path / "kv", memory="4MiB", disk="16MiB") as cache:
+        for key in range(40):
+            assert await cache.get(key) is not None
+        assert len([each for each in ranges if each]) > 4
 
 
 @pytest.mark.parametrize("when", ["refused", "closed"])
@@ -121,7 +148,6 @@ async def test_pages_without_a_thread_or_a_table(monkeypatch, when):
 
         monkeypatch.setattr(threading.Thread, "start", start)
         await pages.open()
-        await asyncio.sleep(0)
         assert table.pages_wanted(pages_module.AHEAD_BYTES) is None
     else:
         pages.look()
@@ -168,6 +194,60 @@ async def test_calls_share_what_one_turn_may_copy(call):
             turns.append(copied)
         await asyncio.gather(*tasks)
         assert max(later - earlier for earlier, later in pairwise(turns)) <= 1
-        assert done == sorted(done)
+        assert sorted(done) == list(blocks)
         if call != "get_into":
             assert [bytes((await cache.get(key))[:1]) for key in blocks] == [bytes([key]) for key in blocks]
+
+
+@pytest.mark.parametrize("greedy", ["put", "get_into"])
+@pytest.mark.parametrize("other", ["put", "put_many", "get_into", "get from disk"])
+async def test_who_copies_all_the_time_starves_nobody(tmp_path, greedy, other):
+    """Four tasks take every turn's copy right again and again; another call ends all the same."""
+    options = {"memory": "16MiB", "disk": "256MiB", "room_timeout": 2.0}
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        for key in range(20):  # the first ones end on disk only
+            assert await cache.put(key, bytes(2 * MIB))
+        await cache.flush()
+        assert cache.tier(0) == "disk"
+        assert await cache.put(100, bytes(2 * MIB))
+        running = True
+
+        async def take(number):
+            out = bytearray(2 * MIB)
+            while running:
+                if greedy == "put":
+                    await cache.put(200, bytes(2 * MIB))
+                else:
+                    await cache.get_into(100, out)
+
+        tasks = [asyncio.create_task(take(number)) for number in range(4)]
+        await asyncio.sleep(0.02)
+        try:
+            async with asyncio.timeout(1.5):
+                if other == "put":
+                    assert await cache.put(300, b"small")
+                elif other == "put_many":
+                    assert await cache.put_many([(key, b"small") for key in range(300, 305)]) == [True] * 5
+                elif other == "get_into":
+                    assert await cache.get_into(100, bytearray(2 * MIB)) == 2 * MIB
+                else:
+                    assert await cache.get(0) is not None
+        finally:
+            running = False
+            await asyncio.gather(*tasks)
+
+
+async def test_small_copies_in_a_row_let_the_loop_turn():
+    async with asynckv.open("unused", memory="1MiB", disk=0) as cache:
+        assert await cache.put(1, b"x" * 60)
+        out, turns = bytearray(60), 0
+
+        def turn():
+            nonlocal turns
+            turns += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        asyncio.get_running_loop().call_soon(turn)
+        for _ in range(20_000):
+            await cache.get_into(1, out)
+        assert turns >= 10

@@ -200,8 +200,7 @@ async def test_a_bad_key_far_into_a_large_batch_is_an_error_and_changes_nothing(
 
 async def test_closing_lets_a_large_batch_finish():
     table, tier, scheduler = build()
-    for key in range(3000):
-        assert scheduler.put_now(key, table.draft(b"v"))
+    assert all(await scheduler.put([(key, table.draft(b"v")) for key in range(3000)]))
     get = asyncio.ensure_future(scheduler.gather(range(3000)))
     await asyncio.sleep(0)
     await scheduler.drain()
