@@ -24,6 +24,18 @@ def resident_bytes(pid: int | str = "self") -> int:
     return 0
 
 
+def resident_in_mapping(size: int) -> int:
+    """Resident bytes of this process's mappings of exactly this size, such as a pool (proc(5), smaps)."""
+    total = here = 0
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "Size":
+            here = int(rest.split()[0]) * 1024
+        elif name == "Rss" and here == size:
+            total += int(rest.split()[0]) * 1024
+    return total
+
+
 def allocated_bytes(directory: str | os.PathLike[str]) -> int:
     """Bytes that the file system has allocated for the files of a directory; a file that is renamed counts once."""
     files: dict[tuple[int, int], int] = {}

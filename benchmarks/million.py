@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure import allocated_bytes, drop_page_cache, finish, mix, note, resident_bytes, table
+from measure import allocated_bytes, drop_page_cache, finish, mix, note, resident_bytes, resident_in_mapping, table
 
 import asynckv
 
@@ -87,6 +87,11 @@ async def _fill(given: argparse.Namespace) -> None:
     await asyncio.sleep(3600)  # until killed
 
 
+def _beside_the_pool(cache: asynckv.Cache) -> int:
+    """Resident bytes without those of the pool, some of which are there before they are used."""
+    return resident_bytes() - resident_in_mapping(cache.stats().memory_capacity)
+
+
 async def _after_kill(given: argparse.Namespace) -> None:
     number = random.Random(given.seed).randrange(given.blocks)
     before = resident_bytes()
@@ -100,7 +105,7 @@ async def _after_kill(given: argparse.Namespace) -> None:
     await _recovered(cache)
     tell("kill_found_seconds", time.perf_counter() - start)
     tell("kill_found_blocks", len(cache))
-    tell("kill_resident_per_block", (resident_bytes() - before) / max(1, len(cache)))
+    tell("kill_resident_per_block", (_beside_the_pool(cache) - before) / max(1, len(cache)))
     tell("kill_sample_bad", await _sample(given, cache))
     start = time.perf_counter()
     await cache.close()
@@ -115,7 +120,7 @@ async def _after_close(given: argparse.Namespace) -> None:
     await _recovered(cache)
     tell("clean_found_seconds", time.perf_counter() - start)
     tell("clean_found_blocks", len(cache))
-    tell("clean_resident_per_block", (resident_bytes() - before) / max(1, len(cache)))
+    tell("clean_resident_per_block", (_beside_the_pool(cache) - before) / max(1, len(cache)))
     tell("clean_sample_bad", await _sample(given, cache))
     await cache.close()
 
