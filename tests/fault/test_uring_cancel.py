@@ -24,14 +24,15 @@ _uring = pytest.importorskip(
 
 from asynckv.backends.uring import UringBackend  # noqa: E402  (it is only there where the ring is)
 
+NO_RING = ring_refusal()
 READS = 1000
 EXTENT = 4 * PAGE
 FILE_BYTES = 16 << 20
 
 
 def real(entries):
-    if ring_refusal():
-        pytest.skip(f"NO RING HERE ({ring_refusal()}): cancelling is NOT checked on a real one in this run")
+    if NO_RING:
+        pytest.skip(f"NO RING HERE ({NO_RING}): cancelling is NOT checked on a real one in this run")
     return _uring.Ring(entries)
 
 
