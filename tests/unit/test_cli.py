@@ -288,7 +288,10 @@ def test_names_that_the_terminal_cannot_show(tmp_path):
 def test_an_interrupt_is_status_130_and_leaves_a_clean_line(tmp_path):
     trace = tmp_path / "trace"
     trace.write_text("".join(f'{{"hash_ids": [{each}]}}\n' for each in range(500_000)))
-    command = [sys.executable, "-m", "asynckv", "replay", str(trace), "--memory", "1MiB", "--disk", "0"]
+    # A shell starts its background jobs with SIGINT ignored, and this may be one.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import asynckv.cli as c; "
+    command = [sys.executable, "-c", f"{code}sys.exit(c.main())"]
+    command += ["replay", str(trace), "--memory", "1MiB", "--disk", "0"]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)

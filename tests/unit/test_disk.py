@@ -11,6 +11,7 @@ from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, segments_of, tu
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError, StoreLockedError
+from asynckv.testing import RecordingBackend
 from asynckv.tiers import inspect_directory, verify_directory
 from asynckv.tiers.log import LogWriter
 
@@ -390,6 +391,50 @@ async def test_tombstones_of_a_failed_sync_are_owed_again(path, tmp_path):
     failed.write_bytes(data[: data.find(value_of(2)) // 4096 * 4096 + 8192].ljust(len(data), b"\0"))
     async with Disk(crashed) as disk:
         assert await disk.get_all([1, 2]) == {2: value_of(2, 1)}
+
+
+async def test_a_rotation_that_is_cancelled_leaves_the_log_where_it_was(path):
+    hung = asyncio.Event()
+
+    class Hung(RecordingBackend):
+        hanging = False
+
+        def call(self, function, *args, timeout=None):
+            if self.hanging and function == "open":
+                hung.set()
+                return asyncio.get_running_loop().create_future()
+            return super().call(function, *args, timeout=timeout)
+
+    made = []
+
+    def factory(*args, **options):
+        made.append(Hung(create_backend(*args, **options)))
+        return made[-1]
+
+    values = {key: value_of(key, 0, 5000) for key in range(24)}
+    async with Disk(path, _backend_factory=factory, segment=64 * KIB, disk=MIB) as disk:
+        for key in range(8):
+            await disk.put(key, values[key])
+        await disk.flush()
+        active = disk.tier._set.active
+        for key in range(8, 16):
+            await disk.put(key, values[key])
+        made[0].hanging = True
+        flushing = asyncio.ensure_future(disk.flush())
+        await hung.wait()
+        assert disk.tier._set.active is None
+        flushing.cancel()
+        await asyncio.wait([flushing])
+        assert disk.tier._set.active is active
+        made[0].hanging = False
+        for key in range(16, 24):
+            await disk.put(key, values[key])
+        disk.table.requeue_unbacked()
+        await disk.flush()
+    async with Disk(path) as disk:
+        assert not disk.recovered, "every segment was sealed, and the snapshot written"
+        found = await disk.get_all(values)
+        assert {key: found[key] for key in range(16, 24)} == {key: values[key] for key in range(16, 24)}
 
 
 @pytest.mark.parametrize("kind", ["allocate", "rename", "directory", "sync", "write"])
