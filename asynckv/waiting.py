@@ -35,6 +35,8 @@ TURN_KEYS = 512
 RELOAD_KEYS = 16  # of look-ups: what starting a reload costs
 ITEM_BYTES = 4 << 10  # of copying: what a put costs besides its bytes
 
+WORKING_LOOK_SECONDS = 0.05  # how often those behind a working head are looked at, once they are late
+
 _arrivals = itertools.count()
 
 
@@ -92,8 +94,8 @@ class RoomQueue(OrderedDict["Waiter", float]):
         for waiter in late:
             self.discard(waiter)
         if self:
-            wait = self._timeout if self._working else max(0.0, next(iter(self.values())) - now)
-            self._timer = self._clock.call_later(self._loop, wait, self._expire)
+            left = min(self._timeout, WORKING_LOOK_SECONDS) if self._working else next(iter(self.values())) - now
+            self._timer = self._clock.call_later(self._loop, max(0.0, left), self._expire)
         for waiter in late:
             waiter.expire()
 

@@ -263,7 +263,7 @@ class Writer:
             self._wake.clear()
             while self._has_work():
                 try:
-                    if len(self._in_flight) >= BATCHES_IN_FLIGHT_MAX:
+                    if len(self._in_flight) >= self._most_in_flight:
                         await asyncio.wait(self._futures(), return_when=asyncio.FIRST_COMPLETED)
                         continue
                     await self.tier.prepare(max(self._batch_bytes, self.table.dirty_head_bytes))
@@ -277,6 +277,11 @@ class Writer:
                     self._failed(error)
                     await asyncio.sleep(RETRY_SECONDS)
             self._settle_flushes()
+
+    @property
+    def _most_in_flight(self) -> int:
+        """Batches at a time: the disk's time goes to reloads first, unless a call waits for what a spill makes."""
+        return 1 if self.scheduler.reading and not self._urgent else BATCHES_IN_FLIGHT_MAX
 
     def _futures(self) -> list[asyncio.Future[Any]]:
         return [batch.future for batch in self._in_flight if batch.future is not None]

@@ -44,16 +44,19 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from errno import EIO
+from errno import EAGAIN, EIO, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-__all__ = ["Backend", "BytesLike", "File", "Prepare", "ShortTransferError", "Wrapper"]
+__all__ = ["OUR_SHORTAGE", "Backend", "BytesLike", "File", "Prepare", "ShortTransferError", "Wrapper"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
+
+# Errors that tell of this process or system, not of the disk or what is on it.
+OUR_SHORTAGE = frozenset({EMFILE, ENFILE, ENOMEM, ENOBUFS, EAGAIN})
 
 # What a write carries: the pieces, or a callable that gives (pieces, result), for a worker to run.
 Prepare: TypeAlias = "Sequence[BytesLike] | Callable[[], tuple[Sequence[BytesLike], Any]]"

@@ -56,6 +56,8 @@ __all__ = ["UringBackend"]
 _log = logging.getLogger("asynckv.backends")
 
 ENTRIES = 128  # of the submission queue; in flight at most twice as many
+# A closed ring gives its share of RLIMIT_MEMLOCK back a moment later, and without privileges there is room for few.
+MEMORY_WAITS = (0.01, 0.02, 0.05, 0.1)
 TURN_BYTES = 512 << 10  # submitted in one turn of the loop: about 1 ms of copying
 REAP = 64
 INLINE_BYTES = 256 << 10  # verified and prepared on the loop in one turn; a hash of so many takes some 30 us
@@ -133,6 +135,13 @@ class UringBackend(ThreadsBackend):
         """
         await super().start(directory)
         try:
+            for seconds in MEMORY_WAITS:
+                try:
+                    return self._open_ring()
+                except OSError as error:
+                    if error.errno != errno.ENOMEM:
+                        raise
+                    await asyncio.sleep(seconds)
             self._open_ring()
         except BaseException:
             await self.close()

@@ -158,6 +158,11 @@ class SegmentHeader:
         )
         return _seal_page(_SEGMENT_MAGIC, body, PAGE)
 
+    @staticmethod
+    def traced(data: bytes | bytearray | memoryview) -> bool:
+        """Whether a page begins like a segment header, damaged or not."""
+        return bytes(data[: len(_SEGMENT_MAGIC)]) == _SEGMENT_MAGIC
+
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SegmentHeader | None:
         """Parse a page; None when it is not a segment header."""

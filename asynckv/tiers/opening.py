@@ -9,7 +9,8 @@ Invariants
   is settled before it is believed or used again, so that the next opening does not find more than this one showed.
 * New segments get numbers above every number that was ever seen, so a foreign or damaged file with a high number cannot
   hide ours: only its own bytes are ignored. Numbers that no store reaches are not believed.
-* Below the cap, before anything is served: the oldest segments go first.
+* Below the cap, before anything is served: files that alone are above it go first, then the oldest segments.
+* A shortage of our own (descriptors, memory) says nothing about the disk: the opening fails, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import errno
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from asynckv.backends.base import OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.layout import (
     LOCK_NAME,
@@ -172,29 +174,34 @@ class Opening:
         try:
             file = await self.backend.open(segment.name)
         except OSError as error:
+            if error.errno in OUR_SHORTAGE:
+                raise
             self.logger.warning("asynckv: a segment could not be opened: %s", error.strerror)
             return None, None
         try:
-            header, seal = await self._ends(file, segment.size)
+            header, seal = await self._ends(segment, file)
             if seal is None or segment.size == seal.size:  # a shorter one was durable before it was cut to its length
                 await self._settle(file)
-                header, seal = await self._ends(file, segment.size)
+                header, seal = await self._ends(segment, file)
             return header, seal
         finally:
             with contextlib.suppress(OSError):
                 await self.backend.close_file(file)
 
-    async def _ends(self, file: File, size: int) -> tuple[SegmentHeader | None, Seal | None]:
-        last = size // PAGE * PAGE - PAGE
+    async def _ends(self, segment: Segment, file: File) -> tuple[SegmentHeader | None, Seal | None]:
+        last = segment.size // PAGE * PAGE - PAGE
         first_page, last_page = bytearray(PAGE), bytearray(PAGE)
         header = seal = None
         try:
             await self.backend.read(file, 0, memoryview(first_page))
             header = SegmentHeader.decode(bytes(first_page))
+            segment.traced = SegmentHeader.traced(first_page)
             if last > 0:
                 await self.backend.read(file, last, memoryview(last_page))
                 seal = Seal.decode(bytes(last_page), last)
         except OSError as error:
+            if error.errno in OUR_SHORTAGE:
+                raise
             self.logger.warning("asynckv: a segment could not be read: %s", error.strerror)
         return header, seal
 
@@ -261,7 +268,8 @@ class Opening:
             segment.own = 2 * PAGE <= segment.size <= SEGMENT_BYTES_MAX and segment.number < NUMBER_MAX
             if not segment.own:
                 self.damaged("a segment file is unreadable")
-                self.unreadable.add(segment.number)
+                if not segment.traced:
+                    self.unreadable.add(segment.number)
             self._add(segment)
             return
         segment.own = header.namespace == self.set.namespace
@@ -310,6 +318,8 @@ class Opening:
         DiskError
             It is not, even without any.
         """
+        for stray in [s for s in self.set if not s.own and s.charge > self.set.cap]:
+            await reclaimer.drop(stray)  # no store of this size has made it
         if self.set.charged > self.set.cap:
             await self.set.drop_spare()
         while self.set.charged > self.set.cap or len(self.set) > SEGMENTS_MAX:

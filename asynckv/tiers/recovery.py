@@ -8,7 +8,8 @@ Invariants
   write that was cut off never hides the value that was flushed before it.
 * When batches that had been durable are gone (both copies of a header), whatever is older may have been overwritten or
   removed by them. It is dropped, durably: a miss, never an old value. So is everything older than a clear, and
-  everything when a file without a trace of ours has the number that the newest segment would have.
+  everything when a file without a trace of any segment has the number that the newest one would have. (Where
+  several namespaces share a directory, that file may be anybody's, and is not held against us.)
 * A segment without a seal gets one once it was read, so a crash while recovering costs no more than the same work
   again.
 * Damage never raises, except with ``strict``; then the payloads of the whole namespace are verified as well.
@@ -22,6 +23,7 @@ import mmap
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import CHUNK_MAX, apply_records
+from asynckv.backends.base import OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.layout import PAGE, Seal, SegmentHeader
 from asynckv.tiers.log import DURABLE
@@ -98,7 +100,9 @@ class SegmentReader:
             if self.timeouts > TIMEOUTS_MAX:
                 raise
             return False
-        except OSError:
+        except OSError as error:
+            if error.errno in OUR_SHORTAGE:
+                raise DiskError("a segment could not be read", operation="recover", errno=error.errno) from error
             return False
         return True
 
@@ -147,6 +151,7 @@ class Recovery:
         self._previous_good = 0  # batches that it has to have at least
         self._displaced = displaced
         self._unreadable = set(unreadable)
+        self._alone = all(segment.own or segment.header is None for segment in segments)
         self._present = [segment for segment in segments.own() if segment is not segments.active]
 
     def damaged(self, what: str) -> None:
@@ -210,7 +215,7 @@ class Recovery:
             self.damaged(f"segment {self._previous} is missing")
 
     def _newest_is_lost(self, segment: Segment) -> bool:
-        return any(0 < number - segment.number <= LOST_NUMBERS_MAX for number in self._unreadable)
+        return self._alone and any(0 < number - segment.number <= LOST_NUMBERS_MAX for number in self._unreadable)
 
     async def _drop(self, segment: Segment) -> bool:
         try:
@@ -289,7 +294,8 @@ class Recovery:
         if header is None:
             self.damaged(f"segment {segment.number} is unreadable")
             self.set.disown(segment)
-            self._unreadable.add(segment.number)
+            if not segment.traced:
+                self._unreadable.add(segment.number)
             return
         if nameless and self._unknown_to_newer(segment):
             await self._drop(segment)

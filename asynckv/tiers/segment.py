@@ -88,6 +88,8 @@ class Segment:
         Bytes it takes: the greater of its size and what is allocated.
     sealed
         Complete, durable and closed to appends.
+    traced
+        Its first page begins like that of a segment, of whichever namespace, though it may be damaged.
     stillborn
         Its birth failed half-way: it is to be removed before the next one is made.
     failed
@@ -128,6 +130,7 @@ class Segment:
         "sync_lock",
         "synced",
         "synced_index",
+        "traced",
         "used",
         "users",
     )
@@ -150,6 +153,7 @@ class Segment:
         self.sealing: asyncio.Task[None] | None = None
         self.failed = False
         self.stillborn = False
+        self.traced = header is not None
         self.retired = False
         self.position = LOG_START
         self.body_sum = 0

@@ -178,6 +178,21 @@ async def test_a_cancelled_open_leaves_no_lock_no_file_and_no_thread(tmp_path, e
     await until(lambda: threading.active_count() <= threads)  # a thread tells that it is done before it ends
 
 
+@pytest.mark.parametrize("disk", ["16MiB", 0])
+async def test_a_close_lets_calls_of_several_steps_take_the_last(tmp_path, disk):
+    async with asynckv.open(tmp_path / "kv", memory="8MiB", disk=disk) as cache:
+        assert all(await cache.put_many((key, payload(key)) for key in range(100)))
+        outs = [bytearray(65536) for _ in range(100)]
+        reading = asyncio.create_task(cache.get_many_into(range(100), outs))
+        await asyncio.sleep(0)
+        deleting = asyncio.create_task(cache.delete_many(range(1000, 5000)))
+        await asyncio.sleep(0)
+        await cache.close()
+        assert await reading == [65536] * 100
+        assert await deleting == 0
+    assert all(bytes(out) == payload(key) for key, out in enumerate(outs))
+
+
 async def test_a_store_that_was_never_closed_warns_when_it_is_collected(tmp_path):
     cache = await asynckv.open(tmp_path / "kv", memory="1MiB", disk=0)
     with pytest.warns(ResourceWarning, match="unclosed"):

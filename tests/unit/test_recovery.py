@@ -12,7 +12,9 @@ import pytest
 from logkit import KIB, MIB, Disk, allocated, crash_copy, damage, fill, killed, segments_of, value_of
 
 from asynckv import Namespace
-from asynckv.errors import CorruptStoreError
+from asynckv.backends import create_backend
+from asynckv.errors import CorruptStoreError, DiskError
+from asynckv.testing import RecordingBackend
 from asynckv.tiers import inspect_directory
 from asynckv.tiers.layout import LOG_START, PAGE
 
@@ -496,3 +498,46 @@ async def test_many_short_sessions_stay_bounded_and_keep_all(path):
         assert 39 in found
         assert all(value == value_of(key) for key, value in found.items())
     assert allocated(path) <= MIB
+
+
+@pytest.mark.parametrize("killed_too", [True, False])
+async def test_damage_of_another_namespace_costs_ours_nothing(path, tmp_path, killed_too):
+    ours, theirs = Namespace(model="a"), Namespace(model="b")
+    async with Disk(path, namespace=ours) as disk:
+        await fill(disk, range(10))
+    if killed_too:
+        place = await killed(path, tmp_path / "crashed", lambda disk: fill(disk, range(10)), namespace=theirs)
+    else:
+        place = path
+        async with Disk(path, namespace=theirs) as disk:
+            await fill(disk, range(10))
+    damage(segments_of(place)[-1], 100)  # its first page
+    async with Disk(place, namespace=ours) as disk:
+        assert await disk.get_all(range(10)) == {key: value_of(key) for key in range(10)}
+
+
+@pytest.mark.parametrize("which", ["all", "newest"])
+async def test_a_shortage_of_descriptors_loses_nothing(path, tmp_path, which):
+    async def work(disk):
+        for key in range(4):
+            await fill(disk, range(key * 10, key * 10 + 10), size=20_000)
+
+    crashed = await killed(path, tmp_path / "crashed", work)
+    names = [segment.name for segment in segments_of(crashed)]
+
+    class Short(RecordingBackend):
+        def call(self, function, *args, timeout=None):
+            if function == "open" and args[0] in (names if which == "all" else names[-1:]):
+                future = asyncio.get_running_loop().create_future()
+                future.set_exception(OSError(errno.EMFILE, "too many open files"))
+                return future
+            return super().call(function, *args, timeout=timeout)
+
+    def factory(*args, **options):
+        return Short(create_backend(*args, **options))
+
+    with pytest.raises(DiskError):
+        async with Disk(crashed, _backend_factory=factory):
+            pass
+    async with Disk(crashed) as disk:
+        assert len(await disk.get_all(range(40))) == 40

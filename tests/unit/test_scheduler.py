@@ -324,6 +324,27 @@ async def test_prefetch_takes_only_what_room_there_is_and_counts_joined_reads():
     await finish(scheduler, tier)
 
 
+async def test_while_blocks_are_read_spills_come_one_at_a_time():
+    """Unless somebody waits for the room that a spill makes."""
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 64 * KIB)
+    before = len(tier.batches)
+    get = asyncio.ensure_future(scheduler.gather([1]))
+    await settle()
+    assert len(tier.reads) == 1
+    for key in range(2, 15):
+        assert scheduler.put_now(key, table.draft(bytes([key]) * (64 * KIB)))
+    await settle()
+    assert len(tier.batches) == before + 1
+    arrive(tier.reads[0])
+    await get
+    del get
+    tier.land(tier.batches[before])
+    await settle()
+    assert len(tier.batches) == before + 3
+    await finish(scheduler, tier)
+
+
 async def test_a_large_batch_lets_the_loop_turn():
     table, tier, scheduler = build(memory=16 << 20)
     items = [(key, table.draft(b"v" * 100)) for key in range(5000)]
