@@ -9,6 +9,7 @@ import asyncio
 import functools
 import os
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -48,6 +49,11 @@ def ring_refusal() -> str:
             return asyncio.run(attempt(directory))
         except OSError as error:
             return str(error.strerror or error)
+
+
+def little_ring_memory() -> bool:
+    """Whether an ordinary user's limit of locked memory leaves room for a few small rings only."""
+    return os.geteuid() != 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 8 << 20
 
 
 def scale() -> float:

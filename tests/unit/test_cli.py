@@ -269,7 +269,7 @@ def test_results_that_cannot_be_written(store):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(store, closed):
     status, out, err = shell(f"$A replay /dev/null --memory 1MiB --disk 16MiB --dir {store} {closed}")
-    assert (status, err) == (0, "")
+    assert (status, [line for line in err.splitlines() if not line.startswith("io_uring is not used")]) == (0, [])
     assert bool(out) == (">&-" not in closed.replace("2>&-", ""))
     assert shell(f"$A verify {store}")[0] == 0
     assert shell(f"$A stats /nonexistent {closed}")[0] == 2
