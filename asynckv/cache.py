@@ -304,9 +304,7 @@ class Cache:
         ValueError
             The buffer is too small or read-only.
         """
-        self._enter()
-        with self._scheduler.call():
-            return (await self._get_many_into((key,), (out,)))[0]
+        return (await self.get_many_into((key,), (out,)))[0]
 
     async def get_many(self, keys: Iterable[Any]) -> list[Any]:
         """Look up a batch of blocks, reloading those that were spilled, in one submission.
@@ -341,7 +339,7 @@ class Cache:
         keys, outs = list(keys), list(outs)
         if len(keys) != len(outs):
             raise ValueError(f"{len(keys)} keys but {len(outs)} buffers")
-        with self._scheduler.call():
+        with self._scheduler.calls:
             return await self._get_many_into(keys, outs)
 
     async def _get_many_into(self, keys: Sequence[Any], outs: Sequence[Any]) -> list[int | None]:

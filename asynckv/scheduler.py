@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from asynckv.waiting import (
     MISS,
     NO_ROOM,
     TURN_KEYS,
+    Calls,
     Gather,
     Putting,
     Reload,
@@ -44,7 +44,7 @@ from asynckv.waiting import (
 from asynckv.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from asynckv._core import Draft, Room, Table
     from asynckv.clock import Clock, TimerHandle
@@ -134,8 +134,7 @@ class Scheduler:
         self._copiers: deque[tuple[asyncio.Future[None], int]] = deque()
         self._copies_first = False
         self.closed = False
-        self._calls = 0  # that take several steps, under way
-        self._calls_over: asyncio.Future[None] | None = None
+        self.calls = Calls(loop)
         self._recovery: asyncio.Task[None] | None = None
         self._known = True  # the index holds all that the log does
         self._recovery_waiters: list[tuple[Gather, int, TimerHandle]] = []
@@ -459,7 +458,7 @@ class Scheduler:
 
     async def delete(self, keys: Sequence[Any]) -> int:
         """Remove keys from every tier, durably; how many there were."""
-        with self.call():
+        with self.calls:
             return await self._delete(keys)
 
     async def _delete(self, keys: Sequence[Any]) -> int:
@@ -575,18 +574,6 @@ class Scheduler:
             self.breaker.probed(healthy)
         self._probe = None
 
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Around a call of several steps: a close lets it take the last one."""
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls and self._calls_over is not None:
-                self._calls_over.set_result(None)
-                self._calls_over = None
-
     # -- end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
@@ -595,9 +582,8 @@ class Scheduler:
             waiting: set[asyncio.Future[Any]] = {w.future for q in (self.load_queue, self.put_queue) for w in q}
             waiting.update(gather.future for gather, _, _ in self._recovery_waiters)
             waiting.update(gather.future for gather in self.looking)
-            if self._calls:
-                self._calls_over = self._calls_over or self.loop.create_future()
-                waiting.add(self._calls_over)
+            if self.calls.count:
+                waiting.add(self.calls.over())
             for reload in self._reading:
                 waiting.add(reload.future)
                 waiting.update(gather.future for gather, _ in reload.waiters)

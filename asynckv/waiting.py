@@ -169,6 +169,36 @@ class Waiter:
             self._room = None
 
 
+class Calls:
+    """Calls of several steps, entered by each: a close lets them take the last one.
+
+    Attributes
+    ----------
+    count
+        How many are under way.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.count = 0
+        self._loop = loop
+        self._over: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.count -= 1
+        if not self.count and self._over is not None:
+            self._over.set_result(None)
+            self._over = None
+
+    def over(self) -> asyncio.Future[None]:
+        """A future that ends with the last of those under way."""
+        if self._over is None:
+            self._over = self._loop.create_future()
+        return self._over
+
+
 class Owned:
     """An operation whose bytes of the pool the engine owns until it says `released`, whatever became of its future."""
 

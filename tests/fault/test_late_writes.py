@@ -65,6 +65,14 @@ def open_with_late(directory: Path, late: dict[Path, bytes]) -> asynckv.cache.Op
     return asynckv.open(directory, _backend_factory=factory, **OPTIONS)
 
 
+async def kill_with_one_block(tmp_path: Path) -> None:
+    """Leave a store in `killed` as a kill after one flushed block leaves it."""
+    async with asynckv.open(tmp_path / "store", **OPTIONS) as cache:
+        assert await cache.put(1, b"one" * 100)
+        await cache.flush()
+        copy_of_killed(tmp_path / "store", tmp_path / "killed")
+
+
 async def what_is_there(cache: asynckv.Cache) -> list[bytes | None]:
     found = await cache.get_many(range(8))
     return [None if block is None else bytes(block) for block in found]
@@ -103,12 +111,7 @@ async def test_what_an_opening_shows_stays(tmp_path: Path, last: str) -> None:
 
 async def test_a_late_header_spoils_no_later_segment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The process before died while it wrote the first page of its next segment, into the spare file."""
-    store = tmp_path / "store"
-    cache = await asynckv.open(store, **OPTIONS)
-    assert await cache.put(1, b"one" * 100)
-    await cache.flush()
-    copy_of_killed(store, tmp_path / "killed")
-    await cache.close()
+    await kill_with_one_block(tmp_path)
     spare = tmp_path / "killed" / "spare"
     spare.write_bytes(bytes(256 << 10))
     late = {spare: b"\xaa" * mmap.PAGESIZE}
@@ -128,12 +131,7 @@ async def test_a_late_header_spoils_no_later_segment(tmp_path: Path, caplog: pyt
 
 async def test_a_write_that_never_ends_is_an_error(tmp_path: Path) -> None:
     """Serving what may still change would be wrong, so the opening says what it waits for."""
-    store = tmp_path / "store"
-    cache = await asynckv.open(store, **OPTIONS)
-    assert await cache.put(1, b"one" * 100)
-    await cache.flush()
-    copy_of_killed(store, tmp_path / "killed")
-    await cache.close()
+    await kill_with_one_block(tmp_path)
 
     class Stuck(RecordingBackend):
         def call(self, function: str, *args: Any, timeout: float | None = None) -> asyncio.Future[Any]:
