@@ -193,7 +193,5 @@ def payload_span(stored: int, has_pages: bool) -> int:
 def apply_records(table: Table, records: Records, slots: int | Sequence[int | None]) -> tuple[int, bool]:
     """Tell a recovering table what a chunk says, newest first: (blocks added, whether a clear was met)."""
 
-def write_disk_entries(
-    table: Table, cursor: int, segment_index: dict[int, int]
-) -> tuple[RecordWriter, int | None]:
+def write_disk_entries(table: Table, cursor: int, segment_index: dict[int, int]) -> tuple[RecordWriter, int | None]:
     """Collect the table's blocks on disk into the body of one snapshot chunk, and the next cursor."""

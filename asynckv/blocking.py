@@ -315,9 +315,7 @@ class BlockingCache:
 
     def reserve(self, key: Any, shape: Any, dtype: Any) -> BlockingReservation:
         """``with cache.reserve(key, shape, dtype) as array``; see :meth:`asynckv.Cache.reserve`."""
-        return BlockingReservation(
-            self._runner, self._runner.run_plain(lambda cache: cache.reserve(key, shape, dtype))
-        )
+        return BlockingReservation(self._runner, self._runner.run_plain(lambda cache: cache.reserve(key, shape, dtype)))
 
     def reserve_block(
         self, key: Any, layer_id: int, key_shape: Any, value_shape: Any, dtype: Any

@@ -56,18 +56,6 @@ def little_ring_memory() -> bool:
     return os.geteuid() != 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 8 << 20
 
 
-def scale() -> float:
-    """How much longer than by default the counting tests run: the ASYNCKV_TEST_SCALE variable."""
-    return float(os.environ.get("ASYNCKV_TEST_SCALE", "1"))
-
-
-def seed_of_the_day(name: str) -> int:
-    """A printed seed: a new one each time, or the one in ASYNCKV_TEST_SEED."""
-    seed = int(os.environ.get("ASYNCKV_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{name}: ASYNCKV_TEST_SEED={seed}")
-    return seed
-
-
 def payload(key: int, version: int = 0, size: int = BLOCK) -> bytes:
     """Bytes that repeat their own key, version and length, and differ everywhere from those of another version."""
     header = _HEADER.pack(key & (2**64 - 1), version, size)

@@ -134,9 +134,7 @@ def _article_block(token: int) -> asynckv.CacheBlock:
 
 def _equal(one: asynckv.CacheBlock, other: asynckv.CacheBlock) -> bool:
     return (
-        one.layer_id == other.layer_id
-        and np.array_equal(one.key, other.key)
-        and np.array_equal(one.value, other.value)
+        one.layer_id == other.layer_id and np.array_equal(one.key, other.key) and np.array_equal(one.value, other.value)
     )
 
 

@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from storekit import BLOCK, KIB, MIB, cache_block, canon, check_idle, payload, seed_of_the_day, settle
+from levels import seed
+from storekit import BLOCK, KIB, MIB, cache_block, canon, check_idle, payload, settle
 
 import asynckv
 
@@ -37,7 +38,7 @@ async def test_pit_1_the_pool_cannot_hold_more_data_than_its_size(tmp_path):
 @pytest.mark.parametrize("way", ["delete", "overwrite", "evict", "refuse"])
 async def test_pit_2_what_is_freed_is_what_was_taken_padding_included(tmp_path, way):
     async with asynckv.open(tmp_path / "kv", memory="256KiB", disk=0, room_timeout=0.01) as cache:
-        rng = random.Random(seed_of_the_day("padding"))
+        rng = random.Random(seed("padding"))
         for step in range(2000):
             key = rng.randrange(20)
             size = rng.choice([1, 3, 61, 63, 65, 127, 1000, 4095, 4097, 32_769, 33_001])
@@ -69,7 +70,7 @@ async def test_pit_3_an_evicted_block_leaves_no_entry_in_the_recency_order(tmp_p
 
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 async def test_pit_3_the_order_equals_that_of_an_ordered_dict(tmp_path, policy):
-    rng = random.Random(seed_of_the_day("order"))
+    rng = random.Random(seed("order"))
     model: OrderedDict[int, int] = OrderedDict()
     evictions = 0
     async with asynckv.open(tmp_path / "kv", memory=8 * BLOCK, disk=0, policy=policy) as cache:

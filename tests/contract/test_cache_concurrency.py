@@ -7,7 +7,8 @@ import random
 
 import numpy as np
 import pytest
-from storekit import BLOCK, KIB, Lag, blocks, check_idle, check_payload, fill, payload, scale, seed_of_the_day, settle
+from levels import scale, seed
+from storekit import BLOCK, KIB, Lag, blocks, check_idle, check_payload, fill, payload, settle
 
 import asynckv
 
@@ -114,12 +115,12 @@ async def test_a_random_mix_of_every_call_from_many_tasks_yields_no_wrong_byte(t
     options = {"memory": "1MiB", "disk": disk, "room_timeout": 0.2}
     if disk:
         options["segment"] = "256KiB"
-    seed = seed_of_the_day("mix")
+    first = seed("mix")
     versions = iter(range(1, 1 << 40))
     async with asynckv.open(tmp_path / "kv", **options) as cache:
 
         async def work(number: int) -> None:
-            rng = random.Random(seed + number)
+            rng = random.Random(first + number)
             held = []
             for _ in range(int(120 * scale())):
                 key = rng.randrange(48)

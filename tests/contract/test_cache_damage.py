@@ -9,21 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from storekit import (
-    BLOCK,
-    KIB,
-    blocks,
-    check_idle,
-    crash_image,
-    files_of,
-    fill,
-    find_payload,
-    flip,
-    payload,
-    scale,
-    seed_of_the_day,
-    settle,
-)
+from levels import scale, seed
+from storekit import BLOCK, KIB, blocks, check_idle, crash_image, files_of, fill, find_payload, flip, payload, settle
 
 import asynckv
 
@@ -77,7 +64,7 @@ async def test_the_golden_store_is_whole_without_damage(tmp_path, clean):
 @pytest.mark.parametrize("clean", [True, False])
 async def test_any_flipped_byte_is_a_miss_or_harmless(tmp_path, clean):
     store = await golden(tmp_path / "kv", clean=clean)
-    rng = random.Random(seed_of_the_day("flip"))
+    rng = random.Random(seed("flip"))
     images = 0
     for path in files_of(store):
         data = path.read_bytes()
@@ -187,7 +174,7 @@ async def test_two_values_swapped_on_disk_are_misses(tmp_path):
 @pytest.mark.parametrize("clean", [True, False])
 async def test_files_cut_at_any_length_give_no_wrong_byte(tmp_path, clean):
     store = await golden(tmp_path / "kv", clean=clean)
-    rng = random.Random(seed_of_the_day("cut"))
+    rng = random.Random(seed("cut"))
     for path in files_of(store):
         size = path.stat().st_size
         for length in {0, 1, 4095, size // 2, size - 1, *(rng.randrange(size) for _ in range(int(3 * scale())))}:

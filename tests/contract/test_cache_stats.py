@@ -8,7 +8,8 @@ import random
 import time
 
 import pytest
-from storekit import BLOCK, KIB, allocated, blocks, check_gauges, check_idle, fill, payload, seed_of_the_day, settle
+from levels import seed
+from storekit import BLOCK, KIB, allocated, blocks, check_gauges, check_idle, fill, payload, settle
 
 import asynckv
 
@@ -153,7 +154,7 @@ async def test_gauges_equal_a_recount_after_any_sequence_of_calls_and_a_restart(
     options = {"memory": "512KiB", "disk": disk, "room_timeout": 0.1}
     if disk:
         options["segment"] = "128KiB"
-    rng = random.Random(seed_of_the_day("recount"))
+    rng = random.Random(seed("recount"))
     for _ in range(3):
         async with asynckv.open(tmp_path / "kv", **options) as cache:
             held = []

@@ -8,8 +8,6 @@ newer that may have. Anything else that a reopened store yields is a broken prom
 from __future__ import annotations
 
 import hashlib
-import os
-import random
 import struct
 from typing import Any
 
@@ -22,19 +20,6 @@ _NOISE = np.random.default_rng(7).integers(0, 256, 1 << 18, dtype=np.uint8)
 _HEAD = struct.Struct("<QQQ")  # key index, version, length
 
 Key = int | str | bytes
-
-
-def scale() -> float:
-    """How many times the default amount of work is wanted (environment variable ASYNCKV_TEST_SCALE)."""
-    return float(os.environ.get("ASYNCKV_TEST_SCALE", "1"))
-
-
-def seed() -> int:
-    """The seed of this run, printed: ASYNCKV_TEST_SEED, or a new one."""
-    text = os.environ.get("ASYNCKV_TEST_SEED", "")
-    value = int(text) if text else random.SystemRandom().randrange(1 << 32)
-    print(f"ASYNCKV_TEST_SEED={value} ASYNCKV_TEST_SCALE={scale():g}")
-    return value
 
 
 class WrongBlockError(AssertionError):

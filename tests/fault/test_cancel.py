@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from storekit import BLOCK, KIB, blocks, check_idle, check_payload, fill, payload, scale, seed_of_the_day, settle
+from levels import scale, seed
+from storekit import BLOCK, KIB, blocks, check_idle, check_payload, fill, payload, settle
 
 import asynckv
 
@@ -149,13 +150,13 @@ async def _check_whole(cache: asynckv.Cache, canaries: dict[int, memoryview]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["16MiB", 0])
 async def test_calls_cancelled_at_random_awaits_leave_no_pin_and_no_lost_byte(tmp_path, disk):
-    seed = seed_of_the_day("cancel")
+    first = seed("cancel")
     share = 0.5 if disk else 0.05  # of the 10,000 calls, on each loop; memory alone seldom waits
     count = int(CANCELLED * share * scale())
     ends: Counter[str] = Counter()
     async with asynckv.open(tmp_path / "kv", memory=POOL, disk=disk, room_timeout=0.05) as cache:
         canaries = await _warm(cache)
-        await asyncio.gather(*(_drive(cache, random.Random(seed + n), count, ends) for n in range(DRIVERS)))
+        await asyncio.gather(*(_drive(cache, random.Random(first + n), count, ends) for n in range(DRIVERS)))
         await _check_whole(cache, canaries)
     print(dict(ends))
     assert ends["cancelled"] >= count
@@ -253,7 +254,7 @@ async def test_reads_cancelled_at_once_never_write_into_room_given_to_others(tmp
 
 
 async def test_opens_and_closes_cancelled_at_random_leave_a_store_that_opens(tmp_path: Path):
-    rng = random.Random(seed_of_the_day("open"))
+    rng = random.Random(seed("open"))
     options = {"memory": "256KiB", "disk": "4MiB"}
     await fill(tmp_path / "kv", blocks(8, 8 * KIB), **options)
     for _ in range(int(30 * scale())):

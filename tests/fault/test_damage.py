@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import WrongBlockError, block_of, key_of, payload, scale, seed, version_of
+from fault_history import WrongBlockError, block_of, key_of, payload, version_of
+from levels import scale, seed
 
 import asynckv
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import History, scale, seed
+from fault_history import History
+from levels import scale, seed
 
 import asynckv
 from asynckv.backends import create_backend

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import History, WrongBlockError, block_of, key_of, scale, seed, version_of
+from fault_history import History, WrongBlockError, block_of, key_of, version_of
+from levels import scale, seed
 
 import asynckv
 from asynckv.backends import create_backend

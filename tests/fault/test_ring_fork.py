@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from fork_worker import ENDINGS, LOOPS
-from storekit import child_environment, ring_refusal, scale, seed_of_the_day
+from levels import scale, seed
+from storekit import child_environment, ring_refusal
 
 if ring_refusal():
     pytest.skip(f"NO RING HERE ({ring_refusal()}): forks are NOT checked with a busy ring", allow_module_level=True)
@@ -26,7 +27,7 @@ OPERATIONS = 2000
 @pytest.mark.parametrize("loop", list(LOOPS))
 def test_forks_while_the_ring_is_busy(tmp_path, loop):
     command = [sys.executable, str(WORKER), str(tmp_path / "store"), "--loop", loop]
-    command += ["--operations", str(int(OPERATIONS * scale())), "--seed", str(seed_of_the_day("forks"))]
+    command += ["--operations", str(int(OPERATIONS * scale())), "--seed", str(seed("forks"))]
     environment = {**child_environment(), "ASYNCKV_ENGINE": "io_uring"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,8 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from storekit import KIB, canon, check_gauges, check_idle, crash_image, payload, scale, settle
+from levels import scale
+from storekit import KIB, canon, check_gauges, check_idle, crash_image, payload, settle
 
 import asynckv
 

@@ -69,9 +69,7 @@ def test_golden_vectors_follow_the_written_rules():
         (1, 2, b"llama-3-8b"), (2, 2, b"main"), (3, 2, b"float16"), (4, 2, b"NHD"), (5, 1, (16).to_bytes(8, "little")),
         (6, 1, bytes(8)), (7, 1, number), (8, 2, b"sql"), (9, 3, b"tenant-7"),
     ]  # fmt: skip
-    for (tokens, size, namespace, *_), spelled in zip(
-        GOLDEN, ([], [(1, 2, b"\xc2\xb5")], fields), strict=True
-    ):
+    for (tokens, size, namespace, *_), spelled in zip(GOLDEN, ([], [(1, 2, b"\xc2\xb5")], fields), strict=True):
         assert prefix_keys(tokens, size, namespace=namespace) == spelled_out(tokens, size, spelled)
 
 
