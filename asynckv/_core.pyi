@@ -152,6 +152,8 @@ class BlockMap:
         Blocks of a larger stored length are never spilled, and droppable.
     hash_mask
         For tests: the bits of key hashes that are used.
+    random
+        Where the seeds of key hashes come from: n -> n random bytes.
     """
 
     def __new__(
@@ -162,6 +164,7 @@ class BlockMap:
         backed: bool = False,
         max_spill: int = ...,
         hash_mask: int = ...,
+        random: Callable[[int], bytes] = ...,
     ) -> Self: ...
     backed: bool
     max_spill: int

@@ -117,9 +117,13 @@ cdef class BlockMap:
         Blocks with a larger stored length are never spilled.
     hash_mask
         For tests: bits of the key hash that are used.
+    random
+        Where the hash's seeds come from: n -> n random bytes.
     """
 
-    def __cinit__(self, capacity, *, policy="lru", backed=False, max_spill=2**32, hash_mask=2**64 - 1):
+    def __cinit__(
+        self, capacity, *, policy="lru", backed=False, max_spill=2**32, hash_mask=2**64 - 1, random=os.urandom
+    ):
         cdef uint64_t size
         cdef int i
         capacity = operator_index(capacity)
@@ -140,8 +144,8 @@ cdef class BlockMap:
         self.hash_mask = hash_mask
         self.disk_readable = True
         self.generation = akv_generation()
-        self.seed_a = int.from_bytes(os.urandom(8), "little")
-        self.seed_b = int.from_bytes(os.urandom(8), "little")
+        self.seed_a = int.from_bytes(random(8), "little")
+        self.seed_b = int.from_bytes(random(8), "little")
         self.entry_free = self.node_free = self.first_node = NONE
         self.lru_head = self.lru_tail = self.ready_head = self.ready_tail = self.hint = NONE
         self.epoch = 1

@@ -243,11 +243,15 @@ cdef class Table(BlockMap):
     def revert_segment(self, slot, from_offset):
         cdef uint32_t i, following, count = 0
         cdef uint64_t start = from_offset
+        cdef Entry *e
         enter(self)
         i = self.segment_first(slot)
         while i != NONE:
-            following = E(self, i).next
-            if E(self, i).offset >= start:
+            e = E(self, i)
+            following = e.next
+            if e.offset >= start:
+                if not in_memory(self, e):      # what was not made durable may be in the log all the same
+                    self.owed_keys[tagged_key(e.kind, entry_key(e), e.keylen)] = None
                 drop_location(self, i, True)
                 count += 1
             i = following

@@ -11,7 +11,6 @@ import warnings
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Generator, Iterable, Sequence
-from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +148,8 @@ class Cache:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._pid = os.getpid()
-        self._table = Table(config.memory, policy=config.policy)
+        self._table = Table(config.memory, policy=config.policy, random=config.random)
+        self._monotonic = config.clock.monotonic
         self._pages = Pages(self._loop, self._table)
         self._tier: DiskTier | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -244,7 +244,7 @@ class Cache:
         if self._run_length < YIELD_CHECK_CALLS and nbytes < YIELD_CHECK_BYTES:
             return False
         self._run_length = 0
-        now = perf_counter()
+        now = self._monotonic()
         if now - self._run_started < YIELD_SECONDS:
             return False
         self._run_started = now
@@ -252,7 +252,7 @@ class Cache:
 
     async def _turn(self) -> None:
         await asyncio.sleep(0)
-        self._run_started = perf_counter()
+        self._run_started = self._monotonic()
 
     # -- reading -------------------------------------------------------------------------------------------------
 

@@ -325,5 +325,5 @@ class Config:
 
     @property
     def random(self) -> Callable[[int], bytes]:
-        """Where store ids come from: ``n -> n random bytes``."""
+        """Where store ids and hash seeds come from: ``n -> n random bytes``."""
         return os.urandom if self._random is None else self._random

@@ -38,7 +38,7 @@ def read_gauges(table: Table, tier: Tier | None, scheduler: Scheduler, config: C
         spilled_bytes=counters.spilled_bytes,
         loaded_blocks=counters.loaded_blocks,
         loaded_bytes=counters.loaded_bytes,
-        dropped_blocks=table.dropped_blocks,
+        dropped_blocks=table.dropped_blocks + counters.dropped_blocks,
         corrupt_blocks=counters.corrupt_blocks + (tier.corrupt_blocks if tier is not None else 0),
         io_errors=counters.io_errors,
         io_timeouts=counters.io_timeouts,

@@ -87,6 +87,7 @@ class Counters:
         self.spilled_bytes = 0
         self.loaded_blocks = 0
         self.loaded_bytes = 0
+        self.dropped_blocks = 0  # lost by closing; others are counted by the table
         self.corrupt_blocks = 0
         self.io_errors = 0
         self.io_timeouts = 0
@@ -599,6 +600,8 @@ class Scheduler:
             await asyncio.wait([self._recovery])
         clean = await self.writer.close()
         self.closed = True
+        if self.tier is not None:
+            self.counters.dropped_blocks += self.table.dirty_blocks + self.table.unbacked_blocks
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait([self._probe])

@@ -102,6 +102,7 @@ class Writer:
         self._tombstones: dict[WireKey, list[asyncio.Future[None]]] = {}
         self._clear: list[asyncio.Future[None]] | None = None
         self._clears_unsynced = 0
+        self._burials = self._burials_synced = 0  # batches with tombstones: composed, and durable for certain
         self._flushes: list[Flush] = []
         self._in_flight: set[InFlight] = set()
         self._sync_waiters: deque[asyncio.Future[None]] = deque()
@@ -161,7 +162,10 @@ class Writer:
             self._wake.set()
 
     def is_owed(self, key: WireKey) -> bool:
-        return key in self._tombstones
+        """Whether what ends an absent key may not be durable yet."""
+        if key in self._tombstones or self._clear is not None or self._clears_unsynced:
+            return True
+        return self._burials_synced < self._burials
 
     def bury(self, key: WireKey, *, durable: bool = False) -> asyncio.Future[None]:
         """Owe the log a tombstone; the future ends when it is durable, or with the error."""
@@ -331,6 +335,7 @@ class Writer:
                 self._clears_unsynced += 1
             else:
                 self._clear = clear
+        self._burials += bool(owed)
         taken = len(batch.spills)
         self._quota = max(0, self._quota - taken)
         in_flight = InFlight(self, batch.spills, list(owed), durable, clear=batch.clear)
@@ -430,6 +435,7 @@ class Writer:
         while self._sync_waiters:
             waiters, self._sync_waiters = self._sync_waiters, deque()
             clears = self._clears_unsynced if not any(batch.clear for batch in self._in_flight) else 0
+            burials = self._burials if not any(batch.tombstones for batch in self._in_flight) else 0
             try:
                 await self.tier.sync()
             except asyncio.CancelledError:
@@ -448,6 +454,7 @@ class Writer:
                 self._answer(waiters, DiskError("sync failed", operation="sync", errno=getattr(error, "errno", None)))
                 self._failed(error)
             else:
+                self._burials_synced = max(self._burials_synced, burials)
                 if clears and self._clears_unsynced == clears:
                     self._clears_unsynced = 0
                     self.table.log_unknown = False

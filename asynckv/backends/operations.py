@@ -68,13 +68,17 @@ class Op:
         except IndexError:  # given up on the loop before it started
             return False
         if self.must_run or not self.future.done():
-            try:
-                self.result = self.run(scratch)
-            except BaseException as error:
-                _clear_frames(error)
-                trace = error.__traceback__  # without this frame, which holds the operation and its engine
-                self.error = error.with_traceback(trace.tb_next if trace is not None else None)
+            self.execute(scratch)
         return True
+
+    def execute(self, scratch: Scratch) -> None:
+        """Run it, keeping the result or the error."""
+        try:
+            self.result = self.run(scratch)
+        except BaseException as error:
+            _clear_frames(error)
+            trace = error.__traceback__  # without this frame, which holds the operation and its engine
+            self.error = error.with_traceback(trace.tb_next if trace is not None else None)
 
     def forget(self) -> None:
         """Let go of buffers and callables: a traceback may keep the operation itself alive."""

@@ -11,9 +11,13 @@ from __future__ import annotations
 from asynckv.testing.clock import ManualClock
 from asynckv.testing.fakering import FakeRing
 from asynckv.testing.faulty import FaultyBackend, FaultyFiles
+from asynckv.testing.loop import SimulatedClock, SimulatedLoop
+from asynckv.testing.memory import MemoryDisk, MemoryFiles
 from asynckv.testing.model import MISS, ModelCache
 from asynckv.testing.recording import Entry, Image, RecordingBackend
 from asynckv.testing.script import Fault, Script, corrupt, error, hang, short, slow
+from asynckv.testing.seeds import SeedError, SeedReport, run_seed
+from asynckv.testing.simulated import SimulatedBackend
 
 __all__ = [
     "MISS",
@@ -24,12 +28,20 @@ __all__ = [
     "FaultyFiles",
     "Image",
     "ManualClock",
+    "MemoryDisk",
+    "MemoryFiles",
     "ModelCache",
     "RecordingBackend",
     "Script",
+    "SeedError",
+    "SeedReport",
+    "SimulatedBackend",
+    "SimulatedClock",
+    "SimulatedLoop",
     "corrupt",
     "error",
     "hang",
+    "run_seed",
     "short",
     "slow",
 ]

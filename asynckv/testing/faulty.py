@@ -35,19 +35,22 @@ def _oserror(number: int) -> OSError:
 class FaultyFiles(Files):
     """The raw calls of an engine, with faults.
 
-    Operations are the names of the calls: preadv, pwritev, fdatasync, fsync, open, close, truncate, allocate, rename,
-    unlink, sync_directory, list, stat, free_bytes, read_file, write_file. A slow or hanging call blocks its worker, as
-    a real one would.
+    Operations are the names of the calls: preadv, pwritev, fdatasync, fsync, open, close, truncate, allocate, settle,
+    rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file. A slow or hanging call blocks its
+    worker, as a real one would.
 
     Parameters
     ----------
     script
         The faults.
+    inner
+        The calls that work; those of the system when left out.
     """
 
-    def __init__(self, script: Script | None = None) -> None:
+    def __init__(self, script: Script | None = None, inner: Files | None = None) -> None:
         super().__init__()
         self.script = Script() if script is None else script
+        self.inner = Files() if inner is None else inner
         self.hanging = 0
         self._free = threading.Event()
 
@@ -55,6 +58,16 @@ class FaultyFiles(Files):
         """Let everything that hangs go on."""
         free, self._free = self._free, threading.Event()
         free.set()
+
+    def attach(self, directory: str | os.PathLike[str] | int) -> None:
+        """Open the directory."""
+        self.inner.attach(directory)
+        self.directory_fd = self.inner.directory_fd
+
+    def detach(self) -> None:
+        """Close the directory."""
+        self.directory_fd = -1
+        self.inner.detach()
 
     def _meet(self, operation: str) -> Fault | None:
         fault = self.script.next(operation)
@@ -75,12 +88,12 @@ class FaultyFiles(Files):
     def preadv(self, fd: int, buffers: Any, offset: int) -> int:  # type: ignore[override]
         """Read, or not."""
         fault = self._meet("preadv")
+        count = self.inner.preadv(fd, buffers, offset)
         if fault is None:
-            return os.preadv(fd, buffers, offset)
-        view = memoryview(buffers[0])
+            return count
         if fault.action == "short":  # the kernel's count is small; the bytes beyond it are undefined
-            return int(os.preadv(fd, buffers, offset) * fault.fraction)
-        count = os.preadv(fd, buffers, offset)
+            return int(count * fault.fraction)
+        view = memoryview(buffers[0])
         if count:
             at, mask = self.script.bit(min(count, len(view)))
             view[at] ^= mask
@@ -90,49 +103,60 @@ class FaultyFiles(Files):
         """Write, or not."""
         fault = self._meet("pwritev")
         if fault is None:
-            return os.pwritev(fd, buffers, offset)
+            return self.inner.pwritev(fd, buffers, offset)
         if fault.action == "short":
-            return int(os.pwritev(fd, buffers, offset) * fault.fraction)
+            return int(self.inner.pwritev(fd, buffers, offset) * fault.fraction)
         data = [bytearray(piece) for piece in buffers]
         at, mask = self.script.bit(len(data[0]))
         data[0][at] ^= mask
-        return os.pwritev(fd, data, offset)
-
-    def fdatasync(self, fd: int) -> None:  # type: ignore[override]
-        """Sync, or not."""
-        self._meet("fdatasync")
-        os.fdatasync(fd)
-
-    def fsync(self, fd: int) -> None:  # type: ignore[override]
-        """Sync, or not."""
-        self._meet("fsync")
-        os.fsync(fd)
+        return self.inner.pwritev(fd, data, offset)
 
     def close(self, fd: int) -> None:
         """Close; with an injected error the descriptor is gone all the same, as on Linux."""
         try:
             self._meet("close")
         finally:
-            super().close(fd)
+            self.inner.close(fd)
 
 
 def _with_fault(name: str) -> Any:
-    plain = getattr(Files, name)
+    def call(self: FaultyFiles, *args: Any) -> Any:
+        self._meet(name)
+        return getattr(self.inner, name)(*args)
+
+    return _named(call, name)
+
+
+def _of_parts(name: str) -> Any:
+    """Each call that it is made of may meet a fault of its own."""
 
     def call(self: FaultyFiles, *args: Any) -> Any:
         self._meet(name)
-        return plain(self, *args)
+        return getattr(type(self.inner), name)(self, *args)
 
+    return _named(call, name)
+
+
+def _without(name: str) -> Any:
+    def call(self: FaultyFiles, *args: Any) -> Any:
+        return getattr(self.inner, name)(*args)
+
+    return _named(call, name)
+
+
+def _named(call: Any, name: str) -> Any:
     call.__name__ = name
-    call.__doc__ = plain.__doc__
+    call.__doc__ = getattr(Files, name).__doc__
     return call
 
 
-for _name in (
-    "open", "truncate", "allocate", "settle", "rename", "unlink", "sync_directory", "list", "stat", "free_bytes",
-    "read_file", "write_file",
-):  # fmt: skip
-    setattr(FaultyFiles, _name, _with_fault(_name))
+for _kind, _names in (
+    (_with_fault, "fdatasync fsync open truncate allocate settle rename unlink list stat free_bytes"),
+    (_of_parts, "sync_directory read_file write_file temporary probe_direct"),
+    (_without, "set_direct size sleep alignment cached"),
+):
+    for _name in _names.split():
+        setattr(FaultyFiles, _name, _kind(_name))
 
 
 class _Held:

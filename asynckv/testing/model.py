@@ -80,6 +80,7 @@ class ModelCache:
         self.position: Callable[[], float] = (lambda: next(steps)) if position is None else position
         self._changes: dict[Hashable, list[_Change]] = {}
         self._initial: dict[Hashable, frozenset[Hashable]] = {}
+        self._kept: set[Hashable] = set()  # of the initial ones, those that were flushed
         self._flushes: list[list[float]] = []
 
     def keys(self) -> list[Hashable]:
@@ -131,26 +132,63 @@ class ModelCache:
 
     def allowed_after_crash(self, key: Hashable, at: float = math.inf) -> set[Hashable]:
         """Versions that a get may return after a crash at a position and recovery, `MISS` among them."""
-        history = [change for change in self._changes.get(key, ()) if change.begun <= at]
-        flushed = max((begun for begun, ended in self._flushes if ended <= at), default=-math.inf)
-        floor = -1  # the newest change that must not be undone
-        for index, change in enumerate(history):
-            if change.sure and (change.ended <= flushed or (change.durable and change.ended <= at)):
-                floor = index
+        history, floor = self._history(key, at)
         versions = {MISS} if floor >= 0 else {MISS, *self._initial.get(key, ())}
         for change in history[max(floor, 0) :]:
             versions.add(change.version)
         return versions
+
+    def _history(self, key: Hashable, at: float) -> tuple[list[_Change], int]:
+        """The changes before a crash, and the index of the newest one that it must not undo, or -1."""
+        history = [change for change in self._changes.get(key, ()) if change.begun <= at]
+        flushed = max((begun for begun, ended in self._flushes if ended <= at and ended < math.inf), default=-math.inf)
+        floor = -1
+        for index, change in enumerate(history):
+            if change.sure and (change.ended <= flushed or (change.durable and change.ended <= at)):
+                floor = index
+        return history, floor
+
+    def kept(self, key: Hashable) -> bool:
+        """Whether a miss now is a loss: some value was put for certain, and nothing may have removed it since.
+
+        A cache may drop any block, but it has to count that: whoever asks compares with the counters.
+        """
+        kept = key in self._kept
+        for change in self._changes.get(key, ()):
+            if change.kind == _REMOVE:
+                kept = False
+            elif change.sure:
+                kept = True
+        return kept
+
+    def kept_after_crash(self, key: Hashable, at: float = math.inf) -> bool:
+        """As `kept`, after a crash at a position and recovery: only what was flushed counts."""
+        history, floor = self._history(key, at)
+        kept = key in self._kept if floor < 0 else history[floor].kind == _PUT
+        return kept and all(change.kind == _PUT for change in history[max(floor, 0) :])
+
+    def observe(self, key: Hashable, got: Hashable) -> None:
+        """A store that was just reopened has shown this value: no other one can come any more.
+
+        A miss tells nothing: what was dropped for room may be there again after a power loss.
+        """
+        if got is not MISS and key not in self._changes:
+            self._initial[key] = frozenset({got})
+            self._kept.add(key)
 
     def check(self, key: Hashable, got: Hashable) -> None:
         """Fail when a get without a restart must not have returned this."""
         allowed = self.allowed(key)
         assert got in allowed, f"{key!r}: got {got!r}, allowed {allowed!r}"
 
-    def crash(self, at: float = math.inf) -> ModelCache:
-        """The model of the next life, after a crash at a position: all that is allowed is possible."""
+    def crash(self, at: float = math.inf, *, may_drop: bool = False) -> ModelCache:
+        """The model of the next life, after a crash at a position: all that is allowed is possible.
+
+        With `may_drop` the store had to give blocks up for room, so that no miss is a loss; see `kept`.
+        """
         after = ModelCache(self.position)
         after._initial = {
             key: frozenset(versions) for key in self.keys() if (versions := self.allowed_after_crash(key, at)) != {MISS}
         }
+        after._kept = set() if may_drop else {key for key in self.keys() if self.kept_after_crash(key, at)}
         return after

@@ -26,7 +26,7 @@ import os
 import random as random_module
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -107,6 +107,8 @@ class RecordingBackend(Wrapper):
     ----------
     inner
         The backend that does the work.
+    content
+        What the directory holds, if that is known; else `start` reads it.
 
     Attributes
     ----------
@@ -114,23 +116,28 @@ class RecordingBackend(Wrapper):
         The entries, in order of their beginning.
     """
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: Backend, content: Mapping[str, bytes] | None = None) -> None:
         super().__init__(inner)
         self.journal: list[Entry] = []
         self._events = 0
         self._lock = threading.Lock()  # writes begin in workers
-        self._base: dict[str, tuple[int, bytes]] = {}  # the directory at start: name -> (number, content)
-        self._names: dict[str, int] = {}  # the directory now
+        self._base: dict[str, tuple[int, bytes]]  # the directory at start: name -> (number, content)
+        self._names: dict[str, int]  # the directory now
         self._numbers: WeakKeyDictionary[File, int] = WeakKeyDictionary()
         self._next_number = 1
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._known = content is not None
+        self._note(content or {})
 
     async def start(self, directory: str | os.PathLike[str] | int) -> None:
         """Start the inner backend and note what the directory holds."""
         await self.inner.start(directory)
-        for name, size, _ in await self.inner.list():
-            content = await self.inner.read_file(name, size)
-            self._base[name] = (self._number(), content)
+        if not self._known:
+            files = await self.inner.list()
+            self._note({name: await self.inner.read_file(name, size) for name, size, _ in files})
+
+    def _note(self, content: Mapping[str, bytes]) -> None:
+        self._base = {name: (self._number(), data) for name, data in content.items()}
         self._names = {name: number for name, (number, _) in self._base.items()}
 
     async def close(self) -> int:
@@ -347,19 +354,27 @@ class RecordingBackend(Wrapper):
         mode: str = "torn",
         random: random_module.Random | None = None,
     ) -> None:
-        """Make a directory as a crash at a position could have left it; see the module's docstring."""
+        """Make a directory as a crash at a position could have left it; see `content`."""
+        content = self.content(cut=cut, mode=mode, random=random)
+        os.mkdir(path, 0o700)
+        for name, data in content.items():
+            with open(os.open(Path(path) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+
+    def content(
+        self, *, cut: float = math.inf, mode: str = "torn", random: random_module.Random | None = None
+    ) -> dict[str, bytearray]:
+        """Names and content of the files that a crash at a position could have left; see the module's docstring."""
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         chance = random_module.Random(0) if random is None else random
         entries = [entry for entry in self.journal if entry.begun <= cut]
         names = self._surviving_names(entries, cut, mode, chance)
-        os.mkdir(path, 0o700)
         contents: dict[int, bytearray] = {}
-        for name, number in sorted(names.items()):
+        for _, number in sorted(names.items()):
             if number not in contents:
                 contents[number] = self._surviving_content(number, entries, cut, mode, chance)
-            with open(os.open(Path(path) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(contents[number])
+        return {name: contents[number] for name, number in sorted(names.items())}
 
     @staticmethod
     def _synced(entries: list[Entry], kind: str, number: int, cut: float) -> float:

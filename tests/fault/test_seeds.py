@@ -1,0 +1,147 @@
+"""Simulated lives of a store, each decided by a seed; and five planted bugs, so that it is known what seeds find.
+
+ASYNCKV_TEST_SEED is the first seed. One that fails names itself: `asynckv.testing.run_seed(N)` plays it again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from levels import count, seed
+from storekit import child_environment
+
+from asynckv.backends.transfer import Transfers
+from asynckv.scheduler import Scheduler
+from asynckv.testing import SeedError, run_seed
+from asynckv.tiers.disk import DiskTier
+from asynckv.tiers.scan import Scan
+from asynckv.waiting import Reload
+
+PARTS = 4
+SEEDS_FOR_A_BUG = 20_000
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_seed_finds_anything(part: int) -> None:
+    number = count("seeds") // PARTS
+    first = seed("seeds") + part * number
+    lives = calls = crashes = faults = 0
+    for each in range(first, first + number):
+        report = run_seed(each)
+        lives += report.lives
+        calls += report.calls
+        crashes += report.crashes
+        faults += report.faults
+    print(f"{number} seeds, {lives} lives, {calls} calls, {crashes} crashes, {faults} faults")
+    assert crashes > number // 2
+    assert faults > number
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    """Byte for byte, in processes whose hashes of strings, addresses and ids differ."""
+    first = seed("traces")
+    code = (
+        "import json, sys; from asynckv.testing import run_seed; pad = [object() for _ in range(int(sys.argv[2]))];"
+        "print(json.dumps([run_seed(n).trace for n in range(int(sys.argv[1]), int(sys.argv[1]) + 10)]))"
+    )
+    traces = []
+    for number in (1, 54_321):
+        command = [sys.executable, "-c", code, str(first), str(number)]
+        environment = child_environment() | {"PYTHONHASHSEED": str(number)}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        traces.append(json.loads(done.stdout))
+    assert traces[0] == traces[1]
+    assert traces[0] == [list(run_seed(each).trace) for each in range(first, first + 10)]
+    assert len({tuple(trace) for trace in traces[0]}) == 10
+
+
+# Planted bugs: each takes one safeguard away, in the source's own terms.
+
+
+def skip_the_sequence_check(patch: pytest.MonkeyPatch) -> None:
+    """Recovery believes batches behind a gap."""
+    patch.setattr(Scan, "cut", lambda self, *_: None)
+
+
+def free_the_extent_early(patch: pytest.MonkeyPatch) -> None:
+    """A read past its deadline gives its extent back while the disk may still write to it."""
+    patch.setattr(Reload, "released", property(lambda self: True, lambda self, value: None), raising=False)
+
+
+def lose_a_tombstone(patch: pytest.MonkeyPatch) -> None:
+    """Every third batch leaves its tombstones out, and says that it has them."""
+    compose = DiskTier.compose
+    calls = [0]
+
+    def losing(self: DiskTier, spills: Any, tombstones: Any, clear: bool = False) -> Any:
+        calls[0] += 1
+        if calls[0] % 3 or not spills:
+            return compose(self, spills, tombstones, clear)
+        return compose(self, spills, [], clear)
+
+    patch.setattr(DiskTier, "compose", losing)
+
+
+def resume_a_short_read_at_a_wrong_place(patch: pytest.MonkeyPatch) -> None:
+    """After a short direct read the rest is asked for from one page before where it stopped."""
+    steps = Transfers._read_aligned
+
+    def wrong(self: Transfers, offset: int, buffer: memoryview, wanted: int, limit: int) -> Any:
+        inner = steps(self, offset, buffer, wanted, limit)
+        request = next(inner)
+        start = offset
+        try:
+            while True:
+                if not isinstance(request, float) and request[2] != start:
+                    request = (request[0], request[1], max(request[2] - 4096, 0))
+                try:
+                    sent = yield request
+                except OSError as reason:
+                    request = inner.throw(reason)
+                else:
+                    request = inner.send(sent)
+        except StopIteration as end:
+            return end.value
+
+    patch.setattr(Transfers, "_read_aligned", wrong)
+
+
+def drop_one_wake_up(patch: pytest.MonkeyPatch) -> None:
+    """A view that dies does not wake who waits for room."""
+    patch.setattr(Scheduler, "_wake_from_anywhere", lambda self: None)
+
+
+BUGS = (
+    skip_the_sequence_check,
+    free_the_extent_early,
+    lose_a_tombstone,
+    resume_a_short_read_at_a_wrong_place,
+    drop_one_wake_up,
+)
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    for number in range(SEEDS_FOR_A_BUG):
+        found = _finds(number)
+        if found:
+            print(f"{plant.__name__}: found by seed {number}: {found}")
+            assert _finds(number) == found
+            return
+    pytest.fail(f"{plant.__name__}: not found by {SEEDS_FOR_A_BUG} seeds")
+
+
+def _finds(number: int) -> str:
+    try:
+        run_seed(number)
+    except SeedError as found:
+        return str(found)
+    return ""
