@@ -1,13 +1,15 @@
 """How much of each campaign is run: one setting for all of them.
 
 ASYNCKV_TEST_LEVEL is ``commit`` (what `make test` runs), ``nightly`` or ``release``; ASYNCKV_TEST_SCALE multiplies each
-count besides, and ASYNCKV_TEST_SEED repeats a run. A new campaign gets a row here and nothing else.
+count besides, and ASYNCKV_TEST_SEED repeats a run. A new campaign gets a row here and tells with `tally`
+how much of it was really done, which is shown at the end of the run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 LEVELS = ("commit", "nightly", "release")
 
@@ -51,3 +53,18 @@ def seed(what: str = "this run") -> int:
     value = int(os.environ.get("ASYNCKV_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"{what}: ASYNCKV_TEST_SEED={value} ASYNCKV_TEST_LEVEL={level()} ASYNCKV_TEST_SCALE={scale():g}")
     return value
+
+
+# What this process has done of each campaign; conftest.py adds up those of all workers of a run.
+tallies: Counter[str] = Counter()
+
+
+def tally(campaign: str, number: int = 1) -> None:
+    """Count what was really done of a campaign, for the summary at the end of the run."""
+    tallies[campaign] += number
+
+
+def share(campaign: str, part: int, parts: int) -> int:
+    """How many of a campaign one of its parts runs; all parts together run `count(campaign)`."""
+    total = count(campaign)
+    return total * (part + 1) // parts - total * part // parts
