@@ -64,7 +64,15 @@ def tally(campaign: str, number: int = 1) -> None:
     tallies[campaign] += number
 
 
-def share(campaign: str, part: int, parts: int) -> int:
-    """How many of a campaign one of its parts runs; all parts together run `count(campaign)`."""
-    total = count(campaign)
-    return total * (part + 1) // parts - total * part // parts
+PARTS = 8  # of a campaign that takes long: what several workers can share
+
+
+def parts() -> range:
+    """The parts of a campaign, as tests of their own; a run at the commit level has one."""
+    return range(1 if level() == "commit" else PARTS)
+
+
+def span(campaign: str, part: int) -> range:
+    """Which of a campaign one of its parts runs; all parts together run `count(campaign)`."""
+    total, whole = count(campaign), len(parts())
+    return range(total * part // whole, total * (part + 1) // whole)
