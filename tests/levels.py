@@ -22,10 +22,10 @@ COUNTS = {
     "crashes during recovery": (75, 1000, 10_000),
     "operations in exhaustive sequences": (2, 3, 3),
     "seeds": (500, 20_000, 1_000_000),
-    "property examples": (40, 3400, 100_000),
+    "property examples": (140, 12_000, 350_000),
     "corruptions": (1500, 655_360, 2_600_000),
-    "cancelled calls": (200, 10_000, 100_000),
-    "lives of churn": (200, 2000, 20_000),
+    "cancelled calls": (10_000, 100_000, 1_000_000),
+    "lives of churn": (100, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
 }
 
