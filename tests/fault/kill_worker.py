@@ -69,11 +69,11 @@ class Worker:
             self.known[index] = True
             what = self.random.random()
             if what < 0.8:
-                await self._put(index)
+                await self.put(index)
             if what > 0.6:
-                await self._delete(index)
+                await self.delete(index)
             if self.random.random() < 0.1:
-                await self._flush()
+                await self.flush()
 
     async def look(self) -> None:
         """Read every key of the store as it was found."""
@@ -81,7 +81,7 @@ class Worker:
         self.random.shuffle(order)
         for index in order:
             if self.known[index]:
-                await self._get(index)
+                await self.get(index)
                 continue
             block = await self.cache.get(values.key_of(index))
             try:
@@ -108,21 +108,21 @@ class Worker:
                 what = draw.random()
                 index = draw.choice(share)
                 if what < 0.40:
-                    await self._put(index)
+                    await self.put(index)
                 elif what < 0.90:
-                    await self._get(index)
+                    await self.get(index)
                 elif what < 0.94:
-                    await self._delete(index)
+                    await self.delete(index)
             finally:
                 self.busy -= 1
                 if not self.busy:
                     self.idle.set()
             if what >= 1 - self.clears:
-                await self._clear()
+                await self.clear()
             elif what >= 0.94:
-                await self._flush()
+                await self.flush()
 
-    async def _put(self, index: int) -> None:
+    async def put(self, index: int) -> None:
         version = self.next[index]
         self.next[index] += 1
         tell("put", index, version)
@@ -131,7 +131,7 @@ class Worker:
         self.now[index] = version
         tell("put-end", index)
 
-    async def _get(self, index: int) -> None:
+    async def get(self, index: int) -> None:
         block = await self.cache.get(values.key_of(index))
         expected = self.now[index]
         if block is None:
@@ -146,13 +146,13 @@ class Worker:
         if version != expected:
             tell("wrong", f"key {index}: get gave version {version}, {expected} was put")
 
-    async def _delete(self, index: int) -> None:
+    async def delete(self, index: int) -> None:
         tell("delete", index)
         self.now[index] = None
         await self.cache.delete(values.key_of(index))
         tell("delete-end", index)
 
-    async def _clear(self) -> None:
+    async def clear(self) -> None:
         if not self.calm.is_set():
             return
         self.calm.clear()
@@ -165,7 +165,7 @@ class Worker:
         finally:
             self.calm.set()
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         self.flushes += 1
         number = self.flushes
         tell("flush", number)
@@ -204,6 +204,9 @@ async def main(given: dict[str, Any]) -> None:
         await asyncio.sleep(0.001)
     phase("verified")
     await worker.work()
+    if killer is not None:  # leave one block to the close, and nothing else
+        await worker.flush()
+        await worker.put(0)
     stats = cache.stats()
     tell("gauges", stats.dropped_blocks, stats.disk_used)
     if stats.disk_used > stats.disk_capacity:
