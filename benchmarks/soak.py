@@ -1,4 +1,4 @@
-"""One store under a steady mix of calls and a trickle of faults, for an hour: nothing wrong, nothing growing or slowing.
+"""One store under a steady mix of calls and a trickle of faults, for an hour: nothing wrong, no growth, no slow-down.
 
 First the peak rate of the mix is measured; then the store runs at 70 % of it, while one disk operation in a thousand
 fails, is cut short, comes late or has a bit flipped. Every value tells what it is, and every byte that is read is

@@ -336,18 +336,21 @@ def kill_at_random(campaign: Campaign, name: str, part: int) -> None:
     campaign.finish()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", parts())
 def test_flushed_blocks_survive_kill(tmp_path: Path, forker: Forker, part: int) -> None:
     """All that was ever put fits the disk: a flushed block is there, with its flushed value or a later one."""
     kill_at_random(Campaign(tmp_path, forker, seed(), KEPT), "kills", part)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", parts())
 def test_nothing_old_comes_back_when_segments_are_reused(tmp_path: Path, forker: Forker, part: int) -> None:
     """A disk that is written over and over: blocks may be dropped, but none is ever wrong or older than its floor."""
     kill_at_random(Campaign(tmp_path, forker, seed(), FULL), "kills of a store that is written over", part)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", parts())
 def test_kills_at_every_named_point(tmp_path: Path, forker: Forker, part: int) -> None:
     """Each point is reached as often as asked for, by each loop and each engine in turn."""
