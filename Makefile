@@ -3,6 +3,7 @@
 
 JOBS ?= 2
 PYTEST_ARGS ?=
+SOAK_SECONDS ?= 3600
 VENV := .venv
 BIN := $(VENV)/bin
 # The first Python that is new enough; PYTHON=... chooses another.
@@ -10,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; break; fi; done)
 SOURCES := setup.py $(wildcard asynckv/*.pyx asynckv/*.pxd asynckv/*.pxi asynckv/*.h)
 
-.PHONY: all demo test lint build clean
+.PHONY: all demo test test-nightly test-release soak lint build clean
 
 all: build
 
@@ -19,6 +20,13 @@ demo: build
 
 test: build $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The whole suite with larger campaigns, see docs/testing.md; JOBS test processes share the work.
+test-nightly test-release: test-%: build $(VENV)/.test
+	ASYNCKV_TEST_LEVEL=$* $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+soak: build
+	$(BIN)/python benchmarks/soak.py --seconds $(SOAK_SECONDS)
 
 lint: $(VENV)/.dev build
 	$(BIN)/ruff check .

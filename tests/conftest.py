@@ -12,13 +12,44 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import uvloop
+from levels import COUNTS, count, level, scale, tallies
 
 uvloop.new_event_loop().close()  # libuv opens descriptors of its own once per process: before any audit
+
+CAMPAIGN_SECONDS_MAX = {"commit": 3600, "nightly": 5400, "release": 48 * 3600}  # of one test
 
 
 def pytest_asyncio_loop_factories(config, item):
     """Run each async test on asyncio and on uvloop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(items):
+    """Let campaigns of more than the commit level take their time; what hangs is ended all the same."""
+    if level() != "commit" or scale() > 1:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(CAMPAIGN_SECONDS_MAX[level()]), append=False)
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist tells what it has done of each campaign when it ends."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tallies"] = dict(tallies)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Add up what the workers have done."""
+    tallies.update(getattr(node, "workeroutput", {}).get("tallies", {}))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Show what was done of each campaign beside what one whole run of this level does."""
+    if tallies:
+        terminalreporter.section(f"campaigns, level {level()}, scale {scale():g}")
+        for campaign, done in sorted(tallies.items()):
+            wanted = f" (of {count(campaign):,})" if campaign in COUNTS else ""
+            terminalreporter.write_line(f"{done:>12,} {campaign}{wanted}")
 
 
 def _descriptors() -> dict[int, str]:

@@ -1,13 +1,15 @@
 """How much of each campaign is run: one setting for all of them.
 
 ASYNCKV_TEST_LEVEL is ``commit`` (what `make test` runs), ``nightly`` or ``release``; ASYNCKV_TEST_SCALE multiplies each
-count besides, and ASYNCKV_TEST_SEED repeats a run. A new campaign gets a row here and nothing else.
+count besides, and ASYNCKV_TEST_SEED repeats a run. A new campaign gets a row here and tells with `tally`
+how much of it was really done, which is shown at the end of the run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 LEVELS = ("commit", "nightly", "release")
 
@@ -20,10 +22,10 @@ COUNTS = {
     "crashes during recovery": (75, 1000, 10_000),
     "operations in exhaustive sequences": (2, 3, 3),
     "seeds": (500, 20_000, 1_000_000),
-    "property examples": (40, 3400, 100_000),
+    "property examples": (140, 12_000, 350_000),
     "corruptions": (1500, 655_360, 2_600_000),
-    "cancelled calls": (200, 10_000, 100_000),
-    "lives of churn": (200, 2000, 20_000),
+    "cancelled calls": (10_000, 100_000, 1_000_000),
+    "lives of churn": (100, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
 }
 
@@ -51,3 +53,26 @@ def seed(what: str = "this run") -> int:
     value = int(os.environ.get("ASYNCKV_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"{what}: ASYNCKV_TEST_SEED={value} ASYNCKV_TEST_LEVEL={level()} ASYNCKV_TEST_SCALE={scale():g}")
     return value
+
+
+# What this process has done of each campaign; conftest.py adds up those of all workers of a run.
+tallies: Counter[str] = Counter()
+
+
+def tally(campaign: str, number: int = 1) -> None:
+    """Count what was really done of a campaign, for the summary at the end of the run."""
+    tallies[campaign] += number
+
+
+PARTS = 8  # of a campaign that takes long: what several workers can share
+
+
+def parts() -> range:
+    """The parts of a campaign, as tests of their own; a run at the commit level has one."""
+    return range(1 if level() == "commit" else PARTS)
+
+
+def span(campaign: str, part: int) -> range:
+    """Which of a campaign one of its parts runs; all parts together run `count(campaign)`."""
+    total, whole = count(campaign), len(parts())
+    return range(total * part // whole, total * (part + 1) // whole)

@@ -1,7 +1,4 @@
-"""Cancellation: calls cancelled at every await and at random ones leave no pin, no lost room, no torn block.
-
-`ASYNCKV_TEST_SCALE=10` runs ten times as many; `ASYNCKV_TEST_SEED` repeats a run.
-"""
+"""Cancellation: calls cancelled at every await and at random ones leave no pin, no lost room, no torn block."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from levels import scale, seed
+from levels import count, scale, seed, tally
 from storekit import BLOCK, KIB, blocks, check_idle, check_payload, fill, payload, settle
 
 import asynckv
@@ -23,7 +20,6 @@ import asynckv
 POOL = 16 * BLOCK
 CANARIES = 4
 KEYS = 48
-CANCELLED = 10_000
 DRIVERS = 8
 
 _versions = iter(range(1, 1 << 40))
@@ -151,15 +147,15 @@ async def _check_whole(cache: asynckv.Cache, canaries: dict[int, memoryview]) ->
 @pytest.mark.parametrize("disk", ["16MiB", 0])
 async def test_calls_cancelled_at_random_awaits_leave_no_pin_and_no_lost_byte(tmp_path, disk):
     first = seed("cancel")
-    share = 0.5 if disk else 0.05  # of the 10,000 calls, on each loop; memory alone seldom waits
-    count = int(CANCELLED * share * scale())
+    wanted = int(count("cancelled calls") * (0.5 if disk else 0.05))  # on each loop; memory alone seldom waits
     ends: Counter[str] = Counter()
     async with asynckv.open(tmp_path / "kv", memory=POOL, disk=disk, room_timeout=0.05) as cache:
         canaries = await _warm(cache)
-        await asyncio.gather(*(_drive(cache, random.Random(first + n), count, ends) for n in range(DRIVERS)))
+        await asyncio.gather(*(_drive(cache, random.Random(first + n), wanted, ends) for n in range(DRIVERS)))
         await _check_whole(cache, canaries)
     print(dict(ends))
-    assert ends["cancelled"] >= count
+    assert ends["cancelled"] >= wanted
+    tally("cancelled calls", ends["cancelled"])
     for call in set(MIX):
         assert ends[f"{call.__name__} ended"] > 0
         under_way = ends[f"{call.__name__} cancelled"]

@@ -1,11 +1,9 @@
-"""kill -9 at random moments, then reopen: what `flush` acknowledged is there, nothing is wrong, nothing comes back.
+"""kill -9 at random moments and at named points, then reopen: what was flushed is there, nothing wrong or old.
 
-A worker process (kill_worker.py) tells each call over a pipe before it begins and after it returned; the parent kills
-it at a moment drawn from a printed seed and starts the next one on the same directory, which first reads every key. So
-stores are killed several times in a row without ever being closed, and some kills fall into the recovery from the one
-before.
-
-ASYNCKV_TEST_SCALE multiplies the number of kills (17 gives 204), ASYNCKV_TEST_SEED repeats a run.
+A worker process (kill_worker.py) tells each call over a pipe before it begins and after it returned. It is killed at a
+moment drawn from a printed seed, or kills itself at a step of the store that was named (kill_points.py). The next one
+on the same directory first reads every key. So stores are killed several times in a row without ever being closed, and
+some kills fall into the recovery from the one before.
 """
 
 from __future__ import annotations
@@ -17,26 +15,30 @@ import random
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_history import History
-from levels import scale, seed
+from kill_points import AFTER, BEFORE, POINTS, Point
+from levels import parts, seed, span, tally
+from storekit import child_environment, ring_refusal
 
 import asynckv
 from asynckv.backends import create_backend
 from asynckv.testing import RecordingBackend
 
 WORKER = Path(__file__).with_name("kill_worker.py")
-KILLS = 12
 KEYS = 150
 RUN_SECONDS_MAX = 60.0
 UNLIMITED = 1_000_000
+ENGINES = ("threads",) if ring_refusal() else ("threads", "io_uring")
 
 # (phase after which the kill falls, longest delay in seconds); taken by turns, so that a short run has each of them.
 MOMENTS = (
@@ -48,6 +50,48 @@ MOMENTS = (
     ("closing", 0.02),
 )
 CLOSE_OPERATIONS = 120
+POINT_OPERATIONS = 20_000  # enough to meet any point
+CLEARS, MANY_CLEARS = 0.01, 0.05  # of the worker's calls
+
+KEPT = {"memory": 1 << 20, "disk": 192 << 20, "segment": 8 << 20, "may_drop": False}
+FULL = {"memory": 512 << 10, "disk": 2 << 20, "segment": 256 << 10, "may_drop": True}
+SMALL_SEGMENTS = {**KEPT, "disk": 48 << 20, "segment": 512 << 10}
+
+
+class Forker:
+    """The process that workers are forked from; see `kill_worker.serve`."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(RUN_SECONDS_MAX)
+        with theirs:
+            command = [sys.executable, str(WORKER), str(theirs.fileno())]
+            environment = {**child_environment(), "OPENBLAS_NUM_THREADS": "1"}  # no thread before the fork
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+
+    def start(self, request: dict[str, Any]) -> tuple[int, int]:
+        """Begin a worker's life: its process id and the end of the pipe that it tells its steps through."""
+        ours, theirs = os.pipe()
+        try:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], [theirs])
+        finally:
+            os.close(theirs)
+        return int(self._channel.recv(64)), ours
+
+    def status(self) -> int:
+        """Wait for the worker's end; its exit status, or the negative number of the signal."""
+        return int(self._channel.recv(64))
+
+    def close(self) -> None:
+        self._channel.close()
+        assert self._process.wait(RUN_SECONDS_MAX) == 0
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.close()
 
 
 def _listing(directory: Path) -> list[tuple[str, int, int]]:
@@ -60,50 +104,53 @@ def _listing(directory: Path) -> list[tuple[str, int, int]]:
 class Run:
     """One life of the worker, from its start to its end, killed or not."""
 
-    def __init__(self, history: History, command: list[str], moment: tuple[str, float] | None) -> None:
+    def __init__(
+        self, history: History, forker: Forker, request: dict[str, Any], moment: tuple[str, float] | None
+    ) -> None:
         self.history = history
         self.phase = ""
         self.lines: list[str] = []
         self.wrong: list[str] = []
         self.dropped = 0
         self.disk_used = 0
+        self.began = 0.0
+        self.recovery_seconds = 0.0
+        self.at_point = False
         self._moment = moment
         self._kill_at: float | None = None
-        self.killed = False
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([key.next for key in history.keys]).encode())
-        process.stdin.close()
+        self._process, pipe = forker.start({**request, "versions": [key.next for key in history.keys]})
+        self._killed = False
+        over = False
         try:
-            self._follow(process)
+            self._follow(pipe)
+            over = not self.wrong
         finally:
-            if process.poll() is None:
-                process.kill()
-            self.status = process.wait()
-            process.stdout.close()
-        if not self.killed and self.status != 0:
+            os.close(pipe)
+            if not over:
+                os.kill(self._process, signal.SIGKILL)
+            self.status = forker.status()
+        self.killed = self.status == -signal.SIGKILL
+        if self.status != 0 and not (self.killed and (self._killed or self.at_point)):
             self.wrong.append(f"the worker ended with status {self.status} after phase {self.phase!r}")
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
+    def _follow(self, pipe: int) -> None:
         limit = time.monotonic() + RUN_SECONDS_MAX
         rest = b""
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
+            selector.register(pipe, selectors.EVENT_READ)
             while True:
                 now = time.monotonic()
-                due = self._kill_at if self._kill_at is not None and not self.killed else limit
+                due = self._kill_at if self._kill_at is not None and not self._killed else limit
                 if now >= limit:
                     self.wrong.append(f"the worker hangs in phase {self.phase!r}")
                     return
                 if now >= due:
-                    os.kill(process.pid, signal.SIGKILL)
-                    self.killed = True
+                    os.kill(self._process, signal.SIGKILL)
+                    self._killed = True
                     continue
                 if not selector.select(due - now):
                     continue
-                data = os.read(process.stdout.fileno(), 1 << 16)
+                data = os.read(pipe, 1 << 16)
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
@@ -116,6 +163,10 @@ class Run:
         history = self.history
         if word == "phase":
             self.phase = rest[0]
+            if self.phase == "opening":
+                self.began = time.monotonic()
+            elif self.phase == "verified":
+                self.recovery_seconds = time.monotonic() - self.began
             if self._moment is not None and self._moment[0] == self.phase:
                 self._kill_at = time.monotonic() + self._moment[1]
         elif word == "put":
@@ -140,6 +191,8 @@ class Run:
                 self.wrong.append(problem)
         elif word == "gauges":
             self.dropped, self.disk_used = int(rest[0]), int(rest[1])
+        elif word == "point":
+            self.at_point = True
         else:
             self.wrong.append(line)
 
@@ -153,75 +206,168 @@ def copy_of_killed(store: Path, target: Path) -> None:
 class Campaign:
     """Kills of one kind of store; a new directory whenever the old one has been written half full."""
 
-    def __init__(self, tmp_path: Path, seed: int, *, memory: int, disk: int, segment: int, may_drop: bool) -> None:
+    def __init__(self, tmp_path: Path, forker: Forker, seed: int, options: dict[str, Any]) -> None:
         self.random = random.Random(seed)
         self.tmp_path = tmp_path
-        self.options = ["--memory", str(memory), "--disk", str(disk), "--segment", str(segment)]
-        if may_drop:
-            self.options.append("--may-drop")
-        self.disk = disk
-        self.may_drop = may_drop
-        self.kills = self.stores = self.acknowledged = self.observed = 0
-        self.phases: dict[str, int] = {}
+        self.forker = forker
+        self.options = options
+        self.may_drop = options["may_drop"]
+        self.lives_begun = self.kills = self.stores = self.acknowledged = self.observed = 0
+        self.slowest = 0.0
+        self.turn = 0  # which loop and engine
+        self.phases: Counter[str] = Counter()
         self._fresh()
 
     def _fresh(self) -> None:
+        if self.stores:
+            shutil.rmtree(self.directory, ignore_errors=True)  # not there when it was killed early
         self.stores += 1
         self.directory = self.tmp_path / f"store-{self.stores}"
+        self.disk_used = 0
         self.lives: deque[Any] = deque(maxlen=3)
         self.history = History(KEYS, may_drop=self.may_drop)
 
-    def _command(self, operations: int) -> list[str]:
-        command = [sys.executable, str(WORKER), str(self.directory), "--seed", str(self.random.randrange(1 << 32))]
-        command += ["--operations", str(operations), *self.options]
-        return command + ["--uvloop"] * self.random.randrange(2)
-
-    def _run(self, operations: int, moment: tuple[str, float] | None) -> Run:
+    def _run(
+        self,
+        operations: int = UNLIMITED,
+        *,
+        moment: tuple[str, float] | None = None,
+        point: Point | None = None,
+        nth: int = 0,
+        clears: float = CLEARS,
+    ) -> Run:
+        request = {
+            **self.options,
+            "directory": str(self.directory),
+            "seed": self.random.randrange(1 << 32),
+            "operations": operations,
+            "clients": 3,
+            "clears": clears,
+            "point": point and [point.when, point.step, point.phase, nth or self.random.randint(1, point.nth)],
+            "uvloop": bool(self.turn & 1),
+            "engine": ENGINES[self.turn // 2 % len(ENGINES)],
+        }
+        self.lives_begun += 1
         acknowledged, observed = self.history.acknowledged, self.history.observed
         files = _listing(self.directory)
-        run = Run(self.history, self._command(operations), moment)
-        self.lives.append((files, moment, run.lines))
+        run = Run(self.history, self.forker, request, moment)
+        self.lives.append((files, request, moment, run.lines))
         if run.wrong:  # too rare to be made again at will: what the last lives did and found
             print("\n".join(map(repr, [*self.lives, _listing(self.directory)])))
         self.history.crash()
+        self.kills += run.killed
         self.acknowledged += self.history.acknowledged - acknowledged
         self.observed += self.history.observed - observed
-        where = f"store {self.stores}, kill {self.kills}, moment {moment}"
+        self.slowest = max(self.slowest, run.recovery_seconds)
+        where = f"store {self.stores}, kill {self.kills}, moment {moment}, point {point}"
         assert not run.wrong, f"{where}: " + "; ".join(run.wrong[:5])
         assert self.may_drop or run.dropped == 0, f"{where}: {run.dropped} blocks dropped although all fit"
+        self.disk_used = max(self.disk_used, run.disk_used)
         return run
 
-    def kill(self, number: int) -> None:
-        """One run of the worker that ends in a kill."""
-        phase, delay = MOMENTS[number % len(MOMENTS)]
-        operations = CLOSE_OPERATIONS if phase == "closing" else UNLIMITED
-        run = self._run(operations, (phase, self.random.uniform(0, delay)))
-        self.kills += run.killed and run.status == -signal.SIGKILL
-        self.phases[run.phase] = self.phases.get(run.phase, 0) + 1
-        if not self.may_drop and run.disk_used > self.disk // 2:
-            self.finish()
+    def _renew(self) -> None:
+        """Begin a new store when all that was ever put might not fit this one much longer."""
+        if not self.may_drop and self.disk_used > self.options["disk"] // 2:
+            self._finish_store()
             self._fresh()
 
-    def finish(self) -> None:
+    def kill(self, number: int) -> bool:
+        """One run of the worker that ends in a kill, unless it has ended before its moment came."""
+        self._renew()
+        self.turn = self.random.randrange(4)
+        phase, delay = MOMENTS[number % len(MOMENTS)]
+        operations = CLOSE_OPERATIONS if phase == "closing" else UNLIMITED
+        run = self._run(operations, moment=(phase, self.random.uniform(0, delay)))
+        self.phases[run.phase] += 1
+        return run.killed
+
+    def kill_at(self, point: Point) -> None:
+        """Bring the store into the state that the point is met in, and kill it there."""
+        self._renew()
+        if point.state == "new":
+            self._finish_store()
+            self._fresh()
+        elif point.state == "closed":
+            self._run(CLOSE_OPERATIONS // 2)
+        elif point.state == "stray":
+            self._reach(Point(AFTER, "snapshot chunk", "closing", nth=1))
+        elif point.state == "cleared":
+            self._run(2 * CLOSE_OPERATIONS, clears=0)
+            self._reach(Point(AFTER, "sync clear", nth=1))
+        elif point.state == "long":
+            self._reach(Point(BEFORE, "seal"), nth=4)
+        self._reach(point)
+
+    def _reach(self, point: Point, nth: int = 0) -> None:
+        """Have the store killed at a point, met for the nth time; 0 draws how often."""
+        clears = MANY_CLEARS if "clear" in point.step else 0.0
+        operations = CLOSE_OPERATIONS if point.phase == "closing" else POINT_OPERATIONS
+        run = self._run(operations, point=point, nth=nth, clears=clears)
+        assert run.at_point, f"{point.name}: never reached"
+
+    def _finish_store(self) -> None:
         """Reopen after the last kill, work, close; then reopen what was closed."""
         for _ in range(2):
-            assert self._run(CLOSE_OPERATIONS, None).phase == "done"
+            assert self._run(CLOSE_OPERATIONS).phase == "done"
+
+    def finish(self) -> None:
+        """End the last store, and tell what was done."""
+        self._finish_store()
         shutil.rmtree(self.directory)
+        print(
+            f"{self.kills} kills in {self.lives_begun} lives on {self.stores} stores, last phases {dict(self.phases)}, "
+            f"{self.acknowledged} flushes acknowledged, {self.observed} values checked after reopening, the slowest "
+            f"opening and check took {self.slowest:.2f} s"
+        )
+        assert self.acknowledged > 0
+        assert self.observed > 0
 
 
-@pytest.mark.timeout(3600)
-def test_flushed_blocks_survive_kill(tmp_path: Path) -> None:
-    """All that was ever put fits the disk: a flushed block is there, with its flushed value or a later one."""
-    campaign = Campaign(tmp_path, seed(), memory=1 << 20, disk=192 << 20, segment=8 << 20, may_drop=False)
-    for number in range(round(KILLS * scale())):
-        campaign.kill(number)
+def kill_at_random(campaign: Campaign, name: str, part: int) -> None:
+    """A part of a campaign of random kills; a few runs end before their moment comes, and do not count."""
+    wanted = len(span(name, part))
+    number = killed = 0
+    while killed < wanted:
+        done = campaign.kill(number)
+        number += 1
+        killed += done
+        tally(name, done)
+        assert number < 2 * wanted + len(MOMENTS), f"{killed} kills in {number} runs"
     campaign.finish()
-    print(
-        f"{campaign.kills} kills on {campaign.stores} stores, last phases {campaign.phases}, "
-        f"{campaign.acknowledged} flushes acknowledged, {campaign.observed} values checked after reopening"
-    )
-    assert campaign.kills >= round(KILLS * scale()) * 0.7  # a few runs end before their moment comes
-    assert campaign.acknowledged > 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", parts())
+def test_flushed_blocks_survive_kill(tmp_path: Path, forker: Forker, part: int) -> None:
+    """All that was ever put fits the disk: a flushed block is there, with its flushed value or a later one."""
+    kill_at_random(Campaign(tmp_path, forker, seed(), KEPT), "kills", part)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", parts())
+def test_nothing_old_comes_back_when_segments_are_reused(tmp_path: Path, forker: Forker, part: int) -> None:
+    """A disk that is written over and over: blocks may be dropped, but none is ever wrong or older than its floor."""
+    kill_at_random(Campaign(tmp_path, forker, seed(), FULL), "kills of a store that is written over", part)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", parts())
+def test_kills_at_every_named_point(tmp_path: Path, forker: Forker, part: int) -> None:
+    """Each point is reached as often as asked for, by each loop and each engine in turn."""
+    first = seed()
+    campaigns = {
+        "full": Campaign(tmp_path / "full", forker, first, FULL),
+        "others": Campaign(tmp_path / "others", forker, first, SMALL_SEGMENTS),
+    }
+    for round_ in span("kills at each named point", part):
+        for index, point in enumerate(POINTS):
+            campaign = campaigns.get(point.state, campaigns["others"])
+            campaign.turn = round_ + index
+            campaign.kill_at(point)
+            tally("kills at all named points together")
+        tally("kills at each named point")
+    for campaign in campaigns.values():
+        campaign.finish()
 
 
 async def test_delete_of_a_block_put_while_recovering(tmp_path: Path) -> None:
@@ -285,14 +431,3 @@ async def test_flush_while_recovery_drops_segments(tmp_path: Path, slow: str) ->
             assert bytes(block) == data
             del block
         assert len(cache) == 2
-
-
-@pytest.mark.timeout(3600)
-def test_nothing_old_comes_back_when_segments_are_reused(tmp_path: Path) -> None:
-    """A disk that is written over and over: blocks may be dropped, but none is ever wrong or older than its floor."""
-    campaign = Campaign(tmp_path, seed(), memory=512 << 10, disk=2 << 20, segment=256 << 10, may_drop=True)
-    for number in range(round(KILLS / 2 * scale())):
-        campaign.kill(number)
-    campaign.finish()
-    print(f"{campaign.kills} kills, last phases {campaign.phases}, {campaign.observed} values checked after reopening")
-    assert campaign.observed > 0

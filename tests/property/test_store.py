@@ -2,13 +2,13 @@
 
 For every key the model knows which values a read may give now and which it may give after a crash. A miss is always
 allowed by the letter of the contract (a cache may drop any block); here it has to be explained by a counter.
-`ASYNCKV_TEST_SCALE=10` runs ten times as many examples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,8 +19,15 @@ import numpy as np
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from levels import scale
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from levels import level, parts, span, tally
 from storekit import KIB, canon, check_gauges, check_idle, crash_image, payload, settle
 
 import asynckv
@@ -339,6 +346,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert {each for each in self.now.get(key, ()) if each is not None}, f"{key!r} ought to be gone"
 
     def teardown(self) -> None:
+        tally("property examples")
         try:
             self.held.clear()
             gc.collect()
@@ -373,21 +381,20 @@ class FifoMachine(StoreMachine):
     OPTIONS: ClassVar[dict[str, Any]] = {"memory": 80 * KIB, "disk": "2MiB", "segment": "128KiB", "policy": "fifo"}
 
 
-def _settings(examples: int) -> settings:
-    return settings(
-        max_examples=int(examples * scale()),
-        stateful_step_count=40,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
+SHARES = {MemoryMachine: 2 / 7, DiskMachine: 2 / 7, TightDiskMachine: 2 / 7, FifoMachine: 1 / 7}
+
+
+@pytest.mark.parametrize("part", parts())
+@pytest.mark.parametrize("machine", SHARES)
+def test_random_calls(machine: type[StoreMachine], part: int) -> None:
+    """The machines share the examples that the level asks for."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=math.ceil(len(span("property examples", part)) * SHARES[machine]),
+            stateful_step_count=40 if level() == "commit" else 50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
     )
-
-
-TestMemory = MemoryMachine.TestCase
-TestMemory.settings = _settings(40)
-TestDisk = DiskMachine.TestCase
-TestDisk.settings = _settings(40)
-TestTightDisk = TightDiskMachine.TestCase
-TestTightDisk.settings = _settings(40)
-TestFifo = FifoMachine.TestCase
-TestFifo.settings = _settings(20)
