@@ -25,6 +25,18 @@ COUNTS = {
     "cancelled calls": (200, 10_000, 100_000),
     "lives of churn": (200, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
+    "blocks freed on other threads": (20_000, 200_000, 1_000_000),
+    "clears in the middle of things": (3000, 50_000, 100_000),
+    "reads over a ring whose numbers wrap": (4000, 100_000, 1_000_000),
+    "openings of a new directory at once": (4, 25, 50),
+    "processes that open at once": (6, 16, 16),
+    "prefetches that fail at each stage": (60, 1000, 1000),
+    "loops one after the other": (12, 500, 2000),
+    "small blocks in one store": (20_000, 200_000, 1_000_000),
+    "exits": (6, 100, 500),
+    "closes under readers": (20, 300, 1000),
+    "pages of one large transfer": (769, 769, (2 << 18) + 1),
+    "times the cap that is written": (6, 10, 10),
 }
 
 
