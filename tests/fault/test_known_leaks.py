@@ -170,6 +170,7 @@ STAGES = (
 )
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", STAGES)
 async def test_prefetches_that_fail_at_any_stage_give_their_quota_back(tmp_path, stage):
     # Fault kind LEAK: an error path that keeps what a prefetch had taken, until none is left.
@@ -286,6 +287,7 @@ print(json.dumps([engine_used, seen]))
 """
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", ["auto", "threads", "aiofiles"])
 def test_loops_one_after_the_other_leave_nothing_in_a_process_with_little_to_lock(engine):
     # Fault kind LEAK: what belongs to a loop is freed late or never.
@@ -295,7 +297,7 @@ def test_loops_one_after_the_other_leave_nothing_in_a_process_with_little_to_loc
         if root:
             os.chown(folder, NOBODY, NOBODY)
         rounds = count("loops one after the other")
-        result = python(LOOPS, folder / "kv", rounds, engine, NOBODY if root else 0, timeout=600)
+        result = python(LOOPS, folder / "kv", rounds, engine, NOBODY if root else 0, timeout=3000)
         used, seen = json.loads(result.stdout)
         assert engine in ("auto", used)
         files, threads, rings = zip(*seen, strict=True)

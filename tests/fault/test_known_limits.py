@@ -136,6 +136,7 @@ async def test_blocks_that_end_around_the_end_of_a_segment_come_back_exactly(tmp
         assert cache.stats().corrupt_blocks == 0
 
 
+@pytest.mark.timeout(3600)
 async def test_many_small_blocks_need_few_files_and_no_look_up_lists_a_directory(tmp_path, monkeypatch):
     # Fault kind SPACE: a file for each block, and a scan of the directory for each look-up.
     number = count("small blocks in one store")
@@ -171,6 +172,7 @@ async def test_many_small_blocks_need_few_files_and_no_look_up_lists_a_directory
     assert len(files_of(tmp_path / "kv")) < 1000
 
 
+@pytest.mark.timeout(3600)
 async def test_ten_times_the_cap_is_written_and_the_cap_holds(tmp_path):
     # Fault kind SPACE: no eviction below. Sampled from beside the loop all the time.
     cap = 64 * MIB

@@ -40,6 +40,7 @@ from asynckv.testing.tools import PAGE, Ends, aligned, pattern
 RELEASERS = 8
 
 
+@pytest.mark.timeout(3600)
 def test_blocks_freed_on_other_threads_never_overlap_and_none_is_lost():
     # Fault kinds RACE and LEAK: frees that bypass a lock, counters of what is shared changed by several threads.
     rng = random.Random(seed("frees"))
@@ -92,6 +93,7 @@ def test_blocks_freed_on_other_threads_never_overlap_and_none_is_lost():
     table.close()
 
 
+@pytest.mark.timeout(3600)
 def test_clears_between_evictions_spills_and_releases_keep_the_free_list_whole():
     # Fault kind LEAK: a room freed twice, or never, when clear meets what is under way.
     rng = random.Random(seed("clears"))
@@ -208,6 +210,7 @@ async def test_readers_at_every_step_of_a_flush_see_whole_values(tmp_path):
     assert steps >= 6
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(bool(ring_refusal()), reason="NO RING HERE: numbers of requests that wrap are NOT checked")
 async def test_results_reach_their_own_reader_when_request_numbers_wrap(tmp_path):
     # Fault kind RACE: a completion goes to whoever has the number now.
@@ -299,6 +302,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.timeout(3600)
 def test_a_new_directory_that_many_processes_open_at_once_has_one_owner_and_is_whole(tmp_path):
     # Fault kind RACE: making a store is not safe between processes.
     async def keys(directory: Path) -> list[Any]:

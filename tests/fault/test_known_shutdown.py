@@ -7,6 +7,7 @@ import random
 import threading
 import time
 
+import pytest
 from levels import count, seed
 from sickkit import SMALL
 from storekit import blocks, fill, payload, python
@@ -66,6 +67,7 @@ WAYS = (
 )  # fmt: skip
 
 
+@pytest.mark.timeout(3600)
 def test_processes_that_end_anyhow_end_well(tmp_path):
     # Fault kind SHUTDOWN: abort, traceback or hang at a clean exit, whatever is pending.
     rng = random.Random(seed("exits"))
@@ -120,6 +122,7 @@ def test_a_loop_that_ends_while_a_segment_is_made_leaves_no_traceback(tmp_path):
     assert "never" not in result.stderr, result.stderr
 
 
+@pytest.mark.timeout(3600)
 def test_closes_under_readers_on_threads_give_values_or_closed_errors_only(tmp_path):
     # Fault kind UAF: a handle freed under a running call.
     asyncio.run(fill(tmp_path / "kv", blocks(24), **SMALL))
