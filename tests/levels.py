@@ -15,6 +15,18 @@ LEVELS = ("commit", "nightly", "release")
 
 # Campaign: how many at each level.
 COUNTS = {
+    "blocks freed on other threads": (20_000, 200_000, 1_000_000),
+    "clears in the middle of things": (3000, 50_000, 100_000),
+    "reads over a ring whose numbers wrap": (4000, 100_000, 1_000_000),
+    "openings of a new directory at once": (3, 25, 50),
+    "processes that open at once": (5, 16, 16),
+    "prefetches that fail at each stage": (40, 1000, 1000),
+    "loops one after the other": (12, 500, 2000),
+    "small blocks in one store": (20_000, 200_000, 1_000_000),
+    "exits": (4, 100, 500),
+    "closes under readers": (12, 300, 1000),
+    "pages of one large transfer": (769, 769, (2 << 18) + 1),
+    "times the cap that is written": (4, 10, 10),
     "kills": (12, 1400, 50_000),
     "kills of a store that is written over": (6, 700, 50_000),
     "kills at each named point": (1, 20, 50),

@@ -390,9 +390,9 @@ class ThreadsBackend(Backend):
                 self._open_files.add(op.result)
             future.set_result(op.result)
         elif isinstance(error, StopIteration):  # a future takes any exception but this one
-            future.set_exception(RuntimeError("StopIteration in an I/O callback"))
+            _fail(future, RuntimeError("StopIteration in an I/O callback"))
         else:
-            future.set_exception(error)
+            _fail(future, error)
         op.forget()
         if self._closed and not self._in_flight:  # the last stuck operation has ended after all
             self.files.detach()
@@ -458,7 +458,7 @@ class ThreadsBackend(Backend):
                 self._finish(op)
                 return
         if not op.future.done():
-            op.future.set_exception(error)
+            _fail(op.future, error)
 
     # the end
 
@@ -549,6 +549,11 @@ class ThreadsBackend(Backend):
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    future.set_exception(error)
+    future.exception()  # seen: a task that its ending loop destroyed must not cause a warning
 
 
 def _ignore(future: asyncio.Future[Any]) -> None:

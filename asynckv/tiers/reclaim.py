@@ -96,7 +96,7 @@ class Reclaimer:
         try:
             await self._new_segment()
             following = self.set.next_number - 1
-        except asyncio.CancelledError:  # whoever comes next goes on where the log was
+        except (asyncio.CancelledError, GeneratorExit):  # whoever comes next goes on where the log was
             if old is not None and not old.retired:
                 self.set.active, old = old, None
             raise
