@@ -55,7 +55,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Seconds since the loop was made."""
         return self._seconds
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """Call back before the next turn, after all that was ready before."""
