@@ -22,6 +22,7 @@ __all__ = [
     "NUMBER_MAX",
     "PAGE",
     "SEGMENT_NAME",
+    "SPARE_NAMES",
     "Seal",
     "SegmentHeader",
     "SnapshotHead",
@@ -41,6 +42,7 @@ SUPERBLOCK_NAME = "superblock"
 SNAPSHOT_NAME = "index.snap"
 LOCK_NAME = "lock"
 SPARE_NAME = "spare"
+SPARE_NAMES = (SPARE_NAME, "spare.tmp")  # the second where something that is no file has the first
 SEGMENT_NAME = re.compile(r"\d{16}\.seg", re.ASCII)
 
 _COMMON = struct.Struct("<8sQHH4x")  # magic, checksum, version, flags
@@ -159,9 +161,9 @@ class SegmentHeader:
         return _seal_page(_SEGMENT_MAGIC, body, PAGE)
 
     @staticmethod
-    def traced(data: bytes | bytearray | memoryview) -> bool:
-        """Whether a page begins like a segment header, damaged or not."""
-        return bytes(data[: len(_SEGMENT_MAGIC)]) == _SEGMENT_MAGIC
+    def named_space(data: bytes | bytearray | memoryview) -> bytes:
+        """What a page that does not verify gives as the namespace: worth a try, no more."""
+        return bytes(data[_COMMON.size + 16 : _COMMON.size + 48])
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SegmentHeader | None:
@@ -319,4 +321,6 @@ class SnapshotHead:
         if found is None:
             return None
         listed = tuple(_LISTED.unpack_from(data, start + i * _LISTED.size) for i in range(count))
+        if fields[2] > NUMBER_MAX:
+            return None
         return cls(*(*fields, listed))
