@@ -57,7 +57,8 @@ _SEAL = struct.Struct("<16s32sQQQQQQQQQQQQQQQ")
 _SNAPSHOT = struct.Struct("<16s32sQQQQQQ")
 _LISTED = struct.Struct("<QQ")
 _CHECKED_FROM = 16
-FLAG_LOSSY = 1
+FLAG_LOSSY = 1  # of a seal
+FLAG_CLAIMED = 1  # of a segment header
 
 
 def pages(length: int) -> int:
@@ -135,6 +136,8 @@ class SegmentHeader:
         Segments up to this number were sealed and durable, or dead, when this one was created.
     previous
         Number of the segment of the same namespace before this one; 0 when there was none.
+    claimed
+        The segment has had a claim from its birth on.
     """
 
     store_id: bytes
@@ -145,6 +148,7 @@ class SegmentHeader:
     size: int
     sealed_upto: int
     previous: int
+    claimed: bool = False
 
     def encode(self) -> bytes:
         """The page."""
@@ -158,7 +162,7 @@ class SegmentHeader:
             self.sealed_upto,
             self.previous,
         )
-        return _seal_page(_SEGMENT_MAGIC, body, PAGE)
+        return _seal_page(_SEGMENT_MAGIC, body, PAGE, FLAG_CLAIMED if self.claimed else 0)
 
     @staticmethod
     def named_space(data: bytes | bytearray | memoryview) -> bytes:
@@ -171,7 +175,7 @@ class SegmentHeader:
         found = _open_page(_SEGMENT_MAGIC, data[:PAGE])
         if found is None or len(data) < PAGE:
             return None
-        header = cls(*_SEGMENT.unpack_from(found[1]))
+        header = cls(*(*_SEGMENT.unpack_from(found[1]), bool(found[0] & FLAG_CLAIMED)))
         if header.number >= NUMBER_MAX or header.previous >= max(header.number, 1):
             return None
         if header.oldest_live > header.number or header.sealed_upto > header.number:

@@ -311,7 +311,7 @@ class Recovery:
             self._sealed_upto = max(self._sealed_upto, int(found.header.sealed_upto))
             self.set.oldest_live = max(self.set.oldest_live, int(found.header.oldest_live))
         cut = self._loss(segment, header, scan, seal)
-        limit = self._durable_below(scan, seal)
+        limit = self._durable_below(scan, seal, header.claimed)
         if seal is None:
             self._previous = header.previous
             self._previous_good = max((int(found.header.previous_good) for found in scan.batches), default=0)
@@ -341,6 +341,7 @@ class Recovery:
                 size=self.set.segment_bytes,
                 sealed_upto=min(int(first.sealed_upto), segment.number),
                 previous=min(int(first.previous), segment.number - 1),
+                claimed=True,
             )
             self.damaged(f"the header of segment {segment.number} is damaged")
         return segment.header
@@ -352,13 +353,17 @@ class Recovery:
             return scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
         if segment.number <= self._sealed_upto or segment.size < header.size:
             return len(scan.batches)  # it had a seal and a footer, and both are gone
+        if header.claimed and scan.claim_page is None and not scan.batches:
+            return 0  # a claim is torn only where it was to speak of batches, durable by then
         return scan.cut(header.sequence, self._previous_good)
 
-    def _durable_below(self, scan: Scan, seal: Seal | None) -> int:
+    def _durable_below(self, scan: Scan, seal: Seal | None, claimed: bool) -> int:
         """Offset below which every batch is known to have been durable: what is damaged there is no torn write."""
         if seal is not None:
             return seal.durable
         limit = scan.durable_below
+        if claimed and scan.claim_page is None and scan.batches:  # torn: at least one batch was durable
+            limit = max(limit, scan.batches[0].end)
         if 0 < self._previous_good <= len(scan.batches):
             limit = max(limit, scan.batches[self._previous_good - 1].end)
         return limit

@@ -389,6 +389,7 @@ class SegmentSet:
             size=self.segment_bytes,
             sealed_upto=min(self.sealed_upto(), number - 1),
             previous=own[-1].number if own else 0,
+            claimed=True,
         )
         if self.spare is None:
             await self._make_spare()
