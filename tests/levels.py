@@ -39,6 +39,7 @@ COUNTS = {
     "cancelled calls": (10_000, 100_000, 1_000_000),
     "lives of churn": (100, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
+    "strange directories": (25, 4000, 100_000),
 }
 
 

@@ -44,19 +44,20 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from errno import EAGAIN, EIO, EMFILE, ENFILE, ENOBUFS, ENOMEM
+from errno import EACCES, EAGAIN, EIO, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPERM, EROFS
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-__all__ = ["OUR_SHORTAGE", "Backend", "BytesLike", "File", "Prepare", "ShortTransferError", "Wrapper"]
+__all__ = ["NOT_ALLOWED", "OUR_SHORTAGE", "Backend", "BytesLike", "File", "Prepare", "ShortTransferError", "Wrapper"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
 # Errors that tell of this process or system, not of the disk or what is on it.
 OUR_SHORTAGE = frozenset({EMFILE, ENFILE, ENOMEM, ENOBUFS, EAGAIN})
+NOT_ALLOWED = frozenset({EACCES, EPERM, EROFS})  # to open a file: its owner, its mode, a security module
 
 # What a write carries: the pieces, or a callable that gives (pieces, result), for a worker to run.
 Prepare: TypeAlias = "Sequence[BytesLike] | Callable[[], tuple[Sequence[BytesLike], Any]]"

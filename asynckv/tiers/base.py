@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from asynckv._core import Load, Spill
+    from asynckv.clock import Clock
 
-__all__ = ["LogBatch", "Tier", "WireKey"]
+__all__ = ["LogBatch", "Tier", "WireKey", "wait_at_most"]
 
 WireKey = tuple[int, bytes]
 
@@ -120,3 +121,22 @@ class Tier(Protocol):
 
     async def close(self, *, snapshot: bool) -> int:
         """Let go of everything; the number of operations that never ended."""
+
+
+async def wait_at_most(clock: Clock, seconds: float, futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait for futures, but not for longer than so many seconds of a clock."""
+    loop = asyncio.get_running_loop()
+    gate: asyncio.Future[None] = loop.create_future()
+
+    def shut() -> None:
+        if not gate.done():
+            gate.set_result(None)
+
+    timer = clock.call_later(loop, seconds, shut)
+    try:
+        pending = {future for future in futures if not future.done()}
+        while pending and not gate.done():
+            await asyncio.wait({gate, *pending}, return_when=asyncio.FIRST_COMPLETED)
+            pending = {future for future in pending if not future.done()}
+    finally:
+        timer.cancel()

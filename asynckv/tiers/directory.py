@@ -21,7 +21,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from asynckv.errors import StoreLockedError, UnsafeDirectoryError
-from asynckv.tiers.layout import LOCK_NAME, PAGE
+from asynckv.tiers.layout import (
+    LOCK_NAME,
+    PAGE,
+    SNAPSHOT_NAME,
+    SPARE_NAMES,
+    SUPERBLOCK_NAME,
+    parse_segment_name,
+)
 
 if TYPE_CHECKING:
     from typing import Self
@@ -30,6 +37,7 @@ __all__ = ["Directory"]
 
 _held: dict[tuple[int, int], int] = {}  # (device, inode) of the directory -> process id of the holder
 _LOCK_TRIES = 8
+_OURS = (SUPERBLOCK_NAME, SUPERBLOCK_NAME + ".tmp", SNAPSHOT_NAME, SNAPSHOT_NAME + ".tmp", *SPARE_NAMES)
 
 
 class Directory:
@@ -186,6 +194,28 @@ class Directory:
         # A cache that was dropped without being closed must not keep its directory for the life of the process.
         if self.fd >= 0 and self._pid == os.getpid():
             self.close()
+
+    def clear_way(self) -> list[str]:
+        """Remove what has one of our names and is no file; the names of what stays in the way.
+
+        A link, a pipe, a socket or an empty directory goes, unopened; a directory with something in it is somebody's.
+        So is anything that has the name of a segment: another number will do.
+        """
+        left = []
+        with os.scandir(self.fd) as entries:
+            odd = [
+                (entry.name, entry.is_dir(follow_symlinks=False))
+                for entry in entries
+                if not entry.is_file(follow_symlinks=False)
+            ]
+        for name, is_directory in odd:
+            if name in _OURS:
+                with contextlib.suppress(OSError):
+                    (os.rmdir if is_directory else os.unlink)(name, dir_fd=self.fd)
+                    continue
+            if name in _OURS or parse_segment_name(name) is not None:
+                left.append(name)
+        return sorted(left)
 
     def unlock(self) -> None:
         """Let go of the lock; the file stays, because removing it would race with the next owner."""

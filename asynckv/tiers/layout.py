@@ -22,6 +22,7 @@ __all__ = [
     "NUMBER_MAX",
     "PAGE",
     "SEGMENT_NAME",
+    "SPARE_NAMES",
     "Seal",
     "SegmentHeader",
     "SnapshotHead",
@@ -41,6 +42,7 @@ SUPERBLOCK_NAME = "superblock"
 SNAPSHOT_NAME = "index.snap"
 LOCK_NAME = "lock"
 SPARE_NAME = "spare"
+SPARE_NAMES = (SPARE_NAME, "spare.tmp")  # the second where something that is no file has the first
 SEGMENT_NAME = re.compile(r"\d{16}\.seg", re.ASCII)
 
 _COMMON = struct.Struct("<8sQHH4x")  # magic, checksum, version, flags
@@ -55,7 +57,8 @@ _SEAL = struct.Struct("<16s32sQQQQQQQQQQQQQQQ")
 _SNAPSHOT = struct.Struct("<16s32sQQQQQQ")
 _LISTED = struct.Struct("<QQ")
 _CHECKED_FROM = 16
-FLAG_LOSSY = 1
+FLAG_LOSSY = 1  # of a seal
+FLAG_CLAIMED = 1  # of a segment header
 
 
 def pages(length: int) -> int:
@@ -133,6 +136,8 @@ class SegmentHeader:
         Segments up to this number were sealed and durable, or dead, when this one was created.
     previous
         Number of the segment of the same namespace before this one; 0 when there was none.
+    claimed
+        The segment has had a claim from its birth on.
     """
 
     store_id: bytes
@@ -143,6 +148,7 @@ class SegmentHeader:
     size: int
     sealed_upto: int
     previous: int
+    claimed: bool = False
 
     def encode(self) -> bytes:
         """The page."""
@@ -156,12 +162,12 @@ class SegmentHeader:
             self.sealed_upto,
             self.previous,
         )
-        return _seal_page(_SEGMENT_MAGIC, body, PAGE)
+        return _seal_page(_SEGMENT_MAGIC, body, PAGE, FLAG_CLAIMED if self.claimed else 0)
 
     @staticmethod
-    def traced(data: bytes | bytearray | memoryview) -> bool:
-        """Whether a page begins like a segment header, damaged or not."""
-        return bytes(data[: len(_SEGMENT_MAGIC)]) == _SEGMENT_MAGIC
+    def named_space(data: bytes | bytearray | memoryview) -> bytes:
+        """What a page that does not verify gives as the namespace: worth a try, no more."""
+        return bytes(data[_COMMON.size + 16 : _COMMON.size + 48])
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SegmentHeader | None:
@@ -169,7 +175,7 @@ class SegmentHeader:
         found = _open_page(_SEGMENT_MAGIC, data[:PAGE])
         if found is None or len(data) < PAGE:
             return None
-        header = cls(*_SEGMENT.unpack_from(found[1]))
+        header = cls(*(*_SEGMENT.unpack_from(found[1]), bool(found[0] & FLAG_CLAIMED)))
         if header.number >= NUMBER_MAX or header.previous >= max(header.number, 1):
             return None
         if header.oldest_live > header.number or header.sealed_upto > header.number:
@@ -319,4 +325,6 @@ class SnapshotHead:
         if found is None:
             return None
         listed = tuple(_LISTED.unpack_from(data, start + i * _LISTED.size) for i in range(count))
+        if fields[2] > NUMBER_MAX:
+            return None
         return cls(*(*fields, listed))

@@ -7,10 +7,14 @@ Invariants
 * A file name in our pattern is a segment, whatever is in it; files of other names are counted and left alone.
 * A write of the owner before may reach the disk after that process has died. A file that it may have been writing to
   is settled before it is believed or used again, so that the next opening does not find more than this one showed.
-* New segments get numbers above every number that was ever seen, so a foreign or damaged file with a high number cannot
-  hide ours: only its own bytes are ignored. Numbers that no store reaches are not believed.
+* New segments get numbers above every number that this store can have used: so nothing that lies there hides ours. A
+  file far above all that the store's own pages name is a stray one: it waits for its room to be needed, first of all.
+* Whose a file without header and seal was, another namespace's claim or pages may tell. While they do not, it counts as
+  ours, the newest perhaps, which is for recovery to judge.
+* What has one of our names and is no file is never followed or opened, and nothing of somebody else's is removed.
 * Below the cap, before anything is served: files that alone are above it go first, then the oldest segments.
-* A shortage of our own (descriptors, memory) says nothing about the disk: the opening fails, and nothing is dropped.
+* A shortage of our own (descriptors, memory), a file that we may not open, a disk that does not answer: they say
+  nothing about the bytes. The opening fails, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -19,26 +23,31 @@ import asyncio
 import contextlib
 import errno
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asynckv.backends.base import OUR_SHORTAGE
+from asynckv._record import KIND_CLAIM, chunk_bytes, read_chunk
+from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.layout import (
+    CLAIM_AT,
     LOCK_NAME,
-    NUMBER_MAX,
     PAGE,
     SEGMENT_BYTES_MAX,
     SNAPSHOT_NAME,
-    SPARE_NAME,
+    SPARE_NAMES,
     SUPERBLOCK_NAME,
     Seal,
     SegmentHeader,
+    SnapshotHead,
     decode_superblock,
     encode_superblock,
     pages,
     parse_segment_name,
+    segment_seed,
 )
-from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare
+from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare, has_one_name
+from asynckv.tiers.snapshot import peek_snapshot
 
 if TYPE_CHECKING:
     import logging
@@ -53,6 +62,17 @@ __all__ = ["Opening"]
 
 PEEKS_AT_ONCE = 16
 NAME_BYTES = 64  # of the directory file, per segment
+LOST_NUMBERS_MAX = SEGMENTS_MAX  # in a row, of births that failed or of segments that were given up
+
+
+@dataclass(slots=True)
+class _Peek:
+    """What the fixed pages of a segment file say; of one without header and seal, what may tell whose it was."""
+
+    header: SegmentHeader | None = None
+    seal: Seal | None = None
+    space: bytes = b""  # the namespace in its damaged first page
+    claim: bytes = b""
 
 
 class Opening:
@@ -65,7 +85,7 @@ class Opening:
     displaced
         Numbers of segments of this namespace that were met under another name.
     unreadable
-        Numbers of files that cannot be a whole segment of anybody.
+        Numbers of files that are no segment any more and may have been one of this namespace.
     seals
         Seals of the sealed ones of this namespace, by number.
     next_sequence
@@ -101,6 +121,10 @@ class Opening:
         self.displaced: set[int] = set()
         self.unreadable: set[int] = set()
         self.next_sequence = 1
+        self._highest = 0  # number that a page of this store names
+        self._others: set[bytes] = set()  # namespaces that a page of this store names, without ours
+        self._theirs: set[int] = set()  # numbers of segments that pages of theirs name
+        self._claimed: set[int] = set()  # numbers of segments with a damaged first page that have a claim of ours
         self.snapshot_size = -1
         self.snapshot_charge = 0
         self.damage = 0
@@ -114,6 +138,11 @@ class Opening:
 
     async def run(self) -> None:
         """Read superblock and segments, remove what is dead or stray of ours."""
+        in_the_way = self.directory.clear_way()
+        for name in in_the_way:
+            self.damaged(f"{name!r} is not a file")
+        if set(SPARE_NAMES) <= set(in_the_way):
+            raise _blocked("no segment can be made", SPARE_NAMES[0])
         files = await self.backend.list()
         names = {name for name, _, _ in files}
         found: list[Segment] = []
@@ -124,8 +153,8 @@ class Opening:
             charge = max(size, allocated)
             if number is not None:
                 found.append(Segment(number, size, charge, header=None, own=False))
-            elif name == SPARE_NAME:
-                await self._take_spare(size, charge)
+            elif name in SPARE_NAMES:
+                await self._take_spare(name, size, charge)
             elif name.endswith(".tmp") and name[:-4] in (SUPERBLOCK_NAME, SNAPSHOT_NAME):
                 stray.append(name)
             else:
@@ -136,11 +165,20 @@ class Opening:
             with contextlib.suppress(FileNotFoundError):
                 await self.backend.unlink(name)
         self.set.overhead = overhead
-        found.sort(key=lambda segment: segment.number if segment.number < NUMBER_MAX else -1)
         peeks = await self._peek_all(found)
-        self.set.store_id = await self._store_id(names, [header for header, _ in peeks])
-        for segment, (header, seal) in zip(found, peeks, strict=True):
-            self._classify(segment, header, seal)
+        self.set.store_id = await self._store_id(names, in_the_way, [peek.header for peek in peeks])
+        for peek in peeks:
+            self._learn(peek)
+        if self.snapshot_size >= 0:
+            await self._learn_from_snapshot()
+        for segment, peek in zip(found, peeks, strict=True):
+            if chunk_bytes(peek.claim, 0):
+                self._learn_from_claim(segment.number, peek)
+                await asyncio.sleep(0)
+        both = sorted(zip(found, peeks, strict=True), key=lambda each: (not self._is_stray(each[0]), each[0].number))
+        for segment, peek in both:
+            self._classify(segment, peek)
+        self.set.next_number = max(self.set.next_number, self._highest + 1)
         await self._remove_dead()
 
     def _fixed_overhead(self, names: set[str]) -> int:
@@ -149,61 +187,73 @@ class Opening:
         total += PAGE * sum(1 for name in (SUPERBLOCK_NAME, LOCK_NAME) if name not in names)
         return total
 
-    async def _take_spare(self, size: int, charge: int) -> None:
-        if self.set.segment_bytes // 2 <= size <= self.set.segment_bytes:
+    async def _take_spare(self, name: str, size: int, charge: int) -> None:
+        if self.set.spare is None and self.set.segment_bytes // 2 <= size <= self.set.segment_bytes:
             with contextlib.suppress(OSError):
-                file = await self.backend.open(SPARE_NAME)
-                await self.backend.settle(file)
-                self.set.spare = Spare(file, size, charge)
-                return
-        await self.backend.unlink(SPARE_NAME)
+                file = await self.backend.open(name)
+                if has_one_name(file):
+                    await self.backend.settle(file)
+                    self.set.spare, self.set.spare_name = Spare(file, size, charge), name
+                    return
+                await self.backend.close_file(file)
+        await self.backend.unlink(name)
 
-    async def _peek_all(self, found: list[Segment]) -> list[tuple[SegmentHeader | None, Seal | None]]:
+    async def _peek_all(self, found: list[Segment]) -> list[_Peek]:
         limit = asyncio.Semaphore(PEEKS_AT_ONCE)
 
-        async def one(segment: Segment) -> tuple[SegmentHeader | None, Seal | None]:
+        async def one(segment: Segment) -> _Peek:
             async with limit:
                 return await self._peek(segment)
 
         return await asyncio.gather(*(one(segment) for segment in found))
 
-    async def _peek(self, segment: Segment) -> tuple[SegmentHeader | None, Seal | None]:
+    async def _peek(self, segment: Segment) -> _Peek:
         """First and last page; of a segment that was still written to, once nothing is under way."""
         if not PAGE <= segment.size <= SEGMENT_BYTES_MAX:
-            return None, None
+            return _Peek()
         try:
             file = await self.backend.open(segment.name)
         except OSError as error:
             if error.errno in OUR_SHORTAGE:
                 raise
+            if error.errno in NOT_ALLOWED or isinstance(error, TimeoutError):
+                raise _refused(segment.name, "opened", error) from error
             self.logger.warning("asynckv: a segment could not be opened: %s", error.strerror)
-            return None, None
+            return _Peek()
         try:
-            header, seal = await self._ends(segment, file)
-            if seal is None or segment.size == seal.size:  # a shorter one was durable before it was cut to its length
+            peek = await self._ends(segment, file)
+            if peek.seal is None or segment.size == peek.seal.size:  # a shorter one was durable before it was cut
                 await self._settle(file)
-                header, seal = await self._ends(segment, file)
-            return header, seal
+                peek = await self._ends(segment, file)
+            return peek
         finally:
             with contextlib.suppress(OSError):
                 await self.backend.close_file(file)
 
-    async def _ends(self, segment: Segment, file: File) -> tuple[SegmentHeader | None, Seal | None]:
+    async def _ends(self, segment: Segment, file: File) -> _Peek:
         last = segment.size // PAGE * PAGE - PAGE
-        first_page, last_page = bytearray(PAGE), bytearray(PAGE)
-        header = seal = None
+        first_page = await self._page(file, 0)
+        peek = _Peek(SegmentHeader.decode(first_page))
+        if last > 0:
+            peek.seal = Seal.decode(await self._page(file, last), last)
+        if peek.header is None and peek.seal is None and last > CLAIM_AT:
+            peek.space = SegmentHeader.named_space(first_page)
+            peek.claim = await self._page(file, CLAIM_AT)
+        return peek
+
+    async def _page(self, file: File, offset: int) -> bytes:
+        """One page; zeros where the disk does not give it."""
+        page = bytearray(PAGE)
         try:
-            await self.backend.read(file, 0, memoryview(first_page))
-            header = SegmentHeader.decode(bytes(first_page))
-            segment.traced = SegmentHeader.traced(first_page)
-            if last > 0:
-                await self.backend.read(file, last, memoryview(last_page))
-                seal = Seal.decode(bytes(last_page), last)
+            await self.backend.read(file, offset, memoryview(page))
+        except TimeoutError as error:
+            raise _refused(file.name, "read", error) from error
         except OSError as error:
             if error.errno in OUR_SHORTAGE:
                 raise
             self.logger.warning("asynckv: a segment could not be read: %s", error.strerror)
-        return header, seal
+            return bytes(PAGE)
+        return bytes(page)
 
     async def _settle(self, file: File) -> None:
         try:
@@ -213,12 +263,14 @@ class Opening:
                 "a write of the process that had the store before does not end", operation="open", errno=errno.ETIMEDOUT
             ) from error
 
-    async def _store_id(self, names: set[str], headers: list[SegmentHeader | None]) -> bytes:
+    async def _store_id(self, names: set[str], in_the_way: list[str], headers: list[SegmentHeader | None]) -> bytes:
         """From the superblock; else what the segments agree on; else a new one, written."""
         if SUPERBLOCK_NAME in names:
             try:
                 known = decode_superblock(await self.backend.read_file(SUPERBLOCK_NAME, 1 << 16))
             except OSError as error:
+                if error.errno in NOT_ALLOWED:
+                    raise _refused(SUPERBLOCK_NAME, "opened", error) from error
                 if error.errno not in (errno.EFBIG, errno.EIO):
                     raise
                 known = None
@@ -232,11 +284,49 @@ class Opening:
             store_id = votes.most_common(1)[0][0]
         else:
             store_id = self.random(16)
+        for name in (SUPERBLOCK_NAME, SUPERBLOCK_NAME + ".tmp"):
+            if name in in_the_way:
+                raise _blocked("the superblock cannot be written", name)
         await self.backend.write_file(SUPERBLOCK_NAME, encode_superblock(store_id))
         self.set.bytes_written += PAGE
         return store_id
 
-    def _classify(self, segment: Segment, header: SegmentHeader | None, seal: Seal | None) -> None:
+    def _learn(self, peek: _Peek) -> None:
+        """Note what the pages of this store say of other segments, under whatever name they lie."""
+        for page in (peek.header, peek.seal):
+            if page is not None and page.store_id == self.set.store_id:
+                following = page.next if isinstance(page, Seal) else 0
+                self._name(page.namespace, {page.number, page.previous, following}, max(page.number, following))
+
+    def _name(self, namespace: bytes, numbers: set[int], highest: int) -> None:
+        self._highest = max(self._highest, highest)
+        if namespace != self.set.namespace:
+            self._others.add(namespace)
+            self._theirs |= numbers
+
+    async def _learn_from_snapshot(self) -> None:
+        head: SnapshotHead | None = None
+        with contextlib.suppress(OSError):
+            head = await peek_snapshot(self.backend, self.snapshot_size)
+        if head is not None and head.store_id == self.set.store_id:
+            self._name(head.namespace, {number for number, _ in head.segments}, head.next_number - 1)
+
+    def _learn_from_claim(self, number: int, peek: _Peek) -> None:
+        """Find the namespace whose claim it is: ours, one that has other segments, or what the first page says."""
+        for namespace in (self.set.namespace, peek.space, *self._others):
+            seed = segment_seed(self.set.store_id, namespace, number)
+            if read_chunk(peek.claim, 0, KIND_CLAIM, seed, CLAIM_AT) is not None:
+                self._name(namespace, {number}, number)
+                if namespace == self.set.namespace:
+                    self._claimed.add(number)
+                return
+
+    def _is_stray(self, segment: Segment) -> bool:
+        """Whether a number is so far above all that the store's pages name that no segment of it can have it."""
+        return segment.number > self._highest + LOST_NUMBERS_MAX
+
+    def _classify(self, segment: Segment, peek: _Peek) -> None:
+        header, seal = peek.header, peek.seal
         ours = self.set.store_id
         if seal is not None and (seal.store_id != ours or seal.number != segment.number):
             seal = None
@@ -265,10 +355,12 @@ class Opening:
         segment.header = header
         if header is None:
             # Perhaps ours with a bad first page: the scan tells. Absurd sizes and numbers are not worth one.
-            segment.own = 2 * PAGE <= segment.size <= SEGMENT_BYTES_MAX and segment.number < NUMBER_MAX
+            perhaps = segment.size <= SEGMENT_BYTES_MAX and not self._is_stray(segment)
+            perhaps = perhaps and segment.number not in self._theirs
+            segment.own = perhaps and segment.size >= 2 * PAGE
             if not segment.own:
                 self.damaged("a segment file is unreadable")
-                if not segment.traced:
+                if perhaps:
                     self.unreadable.add(segment.number)
             self._add(segment)
             return
@@ -283,13 +375,13 @@ class Opening:
         self._add(segment)
 
     def _add(self, segment: Segment) -> None:
-        before = self.set.next_number
-        self.set.add(segment)
-        if segment.number >= NUMBER_MAX:
-            self.set.next_number = before
+        if self._is_stray(segment):
+            self.set.keep(segment)
+        else:
+            self.set.add(segment)
 
     async def _remove_dead(self) -> None:
-        dead = [s for s in self.set if s.number < self.set.oldest_live or s.number >= NUMBER_MAX]
+        dead = [s for s in self.set if s.number < self.set.oldest_live]
         for segment in dead:
             await self._discard(segment)
         if dead:
@@ -303,10 +395,20 @@ class Opening:
         self.seals.pop(segment.number, None)
 
     async def start_empty(self) -> None:
-        """Give up every segment of this namespace, durably."""
+        """Give up every segment of this namespace, durably.
+
+        A file that may be another one's is emptied instead: its recovery has to see that something is lost.
+        """
         own = self.set.own()
         for segment in own:
-            await self._discard(segment)
+            if segment.header is None and segment.number not in self._claimed:
+                file = await self.set.open_file(segment)
+                await self.backend.truncate(file, 0)
+                await self.backend.sync(file)
+                segment.size = 0
+                self.set.disown(segment)
+            else:
+                await self._discard(segment)
         if own:
             await self.backend.sync_directory()
 
@@ -334,3 +436,11 @@ class Opening:
             raise DiskError(
                 "other files in the directory leave no room below the disk cap", operation="open", errno=errno.ENOSPC
             )
+
+
+def _refused(name: str, what: str, error: OSError) -> DiskError:
+    return DiskError(f"{name!r} cannot be {what}: {error.strerror}", operation="open", errno=error.errno)
+
+
+def _blocked(what: str, name: str) -> DiskError:
+    return DiskError(f"{what}: {name!r} is not a file", operation="open", errno=errno.EISDIR)

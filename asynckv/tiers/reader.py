@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv._record import payload_span
 from asynckv.backends.base import ShortTransferError
 from asynckv.checksum import checksum
-from asynckv.tiers.segment import wait_at_most
+from asynckv.tiers.base import wait_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Callable

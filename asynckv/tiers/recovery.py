@@ -8,8 +8,8 @@ Invariants
   write that was cut off never hides the value that was flushed before it.
 * When batches that had been durable are gone (both copies of a header), whatever is older may have been overwritten or
   removed by them. It is dropped, durably: a miss, never an old value. So is everything older than a clear, and
-  everything when a file without a trace of any segment has the number that the newest one would have. (Where
-  several namespaces share a directory, that file may be anybody's, and is not held against us.)
+  everything when a file has the number of a newer segment, nothing of ours is left in it, and nothing shows that it
+  was another namespace's.
 * A segment without a seal gets one once it was read, so a crash while recovering costs no more than the same work
   again.
 * Damage never raises, except with ``strict``; then the payloads of the whole namespace are verified as well.
@@ -23,7 +23,7 @@ import mmap
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import CHUNK_MAX, apply_records
-from asynckv.backends.base import OUR_SHORTAGE
+from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.layout import PAGE, Seal, SegmentHeader
 from asynckv.tiers.log import DURABLE
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Recovery", "SegmentReader"]
 
 TIMEOUTS_MAX = 3  # in one recovery; a disk that hangs more often is given up
-LOST_NUMBERS_MAX = 64  # that births in a row may fail and use up, on a full disk for instance
 
 
 class SegmentReader:
@@ -101,8 +100,10 @@ class SegmentReader:
                 raise
             return False
         except OSError as error:
-            if error.errno in OUR_SHORTAGE:
-                raise DiskError("a segment could not be read", operation="recover", errno=error.errno) from error
+            if error.errno in OUR_SHORTAGE | NOT_ALLOWED:
+                raise DiskError(
+                    f"{segment.name!r} could not be read: {error.strerror}", operation="recover", errno=error.errno
+                ) from error
             return False
         return True
 
@@ -151,7 +152,6 @@ class Recovery:
         self._previous_good = 0  # batches that it has to have at least
         self._displaced = displaced
         self._unreadable = set(unreadable)
-        self._alone = all(segment.own or segment.header is None for segment in segments)
         self._present = [segment for segment in segments.own() if segment is not segments.active]
 
     def damaged(self, what: str) -> None:
@@ -174,6 +174,9 @@ class Recovery:
                 break
             self._check_chain(segment)
             if self._cut or segment.number < self.set.oldest_live:
+                if segment.header is None:  # perhaps another namespace's, whose recovery has to see that it is lost
+                    self.set.disown(segment)
+                    continue
                 if not await self._drop(segment):
                     break  # the next opening meets the same cut
                 continue
@@ -196,7 +199,11 @@ class Recovery:
         if self._clear is None or not self._clear.clear or self._clear.state != DURABLE:
             return
         for segment in self.set.own():
-            if segment in self._present and not segment.sealed and not await self._drop(segment):
+            if segment not in self._present or segment.sealed:
+                continue
+            if segment.header is None:  # as in `run`
+                self.set.disown(segment)
+            elif not await self._drop(segment):
                 return
 
     def _check_chain(self, segment: Segment) -> None:
@@ -207,15 +214,14 @@ class Recovery:
         if any(number > segment.number and number not in known for number in self._displaced):
             self._cut = True
             self.damaged("a segment newer than others has lost its name")
-        elif self._previous is None and segment.header is not None and self._newest_is_lost(segment):
+        elif (
+            self._previous is None and segment.header is not None and max(self._unreadable, default=0) > segment.number
+        ):
             self._cut = True
             self.damaged("a segment newer than others is unreadable")
         elif self._previous is not None and segment.number < self._previous:
             self._cut = True
             self.damaged(f"segment {self._previous} is missing")
-
-    def _newest_is_lost(self, segment: Segment) -> bool:
-        return self._alone and any(0 < number - segment.number <= LOST_NUMBERS_MAX for number in self._unreadable)
 
     async def _drop(self, segment: Segment) -> bool:
         try:
@@ -294,17 +300,18 @@ class Recovery:
         if header is None:
             self.damaged(f"segment {segment.number} is unreadable")
             self.set.disown(segment)
-            if not segment.traced:
-                self._unreadable.add(segment.number)
+            self._unreadable.add(segment.number)
             return
-        if nameless and self._unknown_to_newer(segment):
-            await self._drop(segment)
-            return
+        if nameless:  # only now is it known to be ours
+            self._check_chain(segment)
+            if self._cut or self._unknown_to_newer(segment):
+                await self._drop(segment)
+                return
         for found in scan.batches:
             self._sealed_upto = max(self._sealed_upto, int(found.header.sealed_upto))
             self.set.oldest_live = max(self.set.oldest_live, int(found.header.oldest_live))
         cut = self._loss(segment, header, scan, seal)
-        limit = self._durable_below(scan, seal)
+        limit = self._durable_below(scan, seal, header.claimed)
         if seal is None:
             self._previous = header.previous
             self._previous_good = max((int(found.header.previous_good) for found in scan.batches), default=0)
@@ -334,6 +341,7 @@ class Recovery:
                 size=self.set.segment_bytes,
                 sealed_upto=min(int(first.sealed_upto), segment.number),
                 previous=min(int(first.previous), segment.number - 1),
+                claimed=True,
             )
             self.damaged(f"the header of segment {segment.number} is damaged")
         return segment.header
@@ -345,13 +353,17 @@ class Recovery:
             return scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
         if segment.number <= self._sealed_upto or segment.size < header.size:
             return len(scan.batches)  # it had a seal and a footer, and both are gone
+        if header.claimed and scan.claim_page is None and not scan.batches:
+            return 0  # a claim is torn only where it was to speak of batches, durable by then
         return scan.cut(header.sequence, self._previous_good)
 
-    def _durable_below(self, scan: Scan, seal: Seal | None) -> int:
+    def _durable_below(self, scan: Scan, seal: Seal | None, claimed: bool) -> int:
         """Offset below which every batch is known to have been durable: what is damaged there is no torn write."""
         if seal is not None:
             return seal.durable
         limit = scan.durable_below
+        if claimed and scan.claim_page is None and scan.batches:  # torn: at least one batch was durable
+            limit = max(limit, scan.batches[0].end)
         if 0 < self._previous_good <= len(scan.batches):
             limit = max(limit, scan.batches[self._previous_good - 1].end)
         return limit

@@ -26,13 +26,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 from typing import TYPE_CHECKING, Any
 
+from asynckv._record import KIND_CLAIM, RecordWriter
 from asynckv.errors import DiskError
+from asynckv.tiers.base import wait_at_most
 from asynckv.tiers.layout import (
+    CLAIM_AT,
     LOG_START,
+    NUMBER_MAX,
     PAGE,
     SPARE_NAME,
+    SPARE_NAMES,
     SegmentHeader,
     segment_name,
     segment_seed,
@@ -40,7 +46,7 @@ from asynckv.tiers.layout import (
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from asynckv.backends.base import Backend, File
     from asynckv.clock import Clock
@@ -50,25 +56,13 @@ __all__ = ["SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
 
 SEGMENTS_MAX = 1024
 OPEN_FILES_MAX = 64
+# What a rename or an unlink says when a name is a directory's.
+IN_THE_WAY = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY})
 
 
-async def wait_at_most(clock: Clock, seconds: float, futures: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait for futures, but not for longer than so many seconds of a clock."""
-    loop = asyncio.get_running_loop()
-    gate: asyncio.Future[None] = loop.create_future()
-
-    def shut() -> None:
-        if not gate.done():
-            gate.set_result(None)
-
-    timer = clock.call_later(loop, seconds, shut)
-    try:
-        pending = {future for future in futures if not future.done()}
-        while pending and not gate.done():
-            await asyncio.wait({gate, *pending}, return_when=asyncio.FIRST_COMPLETED)
-            pending = {future for future in pending if not future.done()}
-    finally:
-        timer.cancel()
+def has_one_name(file: File) -> bool:
+    """Whether what is written to a file changes no other one: a backup made of hard links, for instance."""
+    return os.fstat(file.fd).st_nlink <= 1
 
 
 class Segment:
@@ -88,8 +82,6 @@ class Segment:
         Bytes it takes: the greater of its size and what is allocated.
     sealed
         Complete, durable and closed to appends.
-    traced
-        Its first page begins like that of a segment, of whichever namespace, though it may be damaged.
     stillborn
         Its birth failed half-way: it is to be removed before the next one is made.
     failed
@@ -130,7 +122,6 @@ class Segment:
         "sync_lock",
         "synced",
         "synced_index",
-        "traced",
         "used",
         "users",
     )
@@ -153,7 +144,6 @@ class Segment:
         self.sealing: asyncio.Task[None] | None = None
         self.failed = False
         self.stillborn = False
-        self.traced = header is not None
         self.retired = False
         self.position = LOG_START
         self.body_sum = 0
@@ -233,7 +223,8 @@ class SegmentSet:
         self.next_number = 1
         self.active: Segment | None = None
         self.spare: Spare | None = None
-        self._segments: dict[int, Segment] = {}  # by number, ascending
+        self.spare_name = SPARE_NAME
+        self._segments: dict[int, Segment] = {}  # strays first, then by number, ascending
         self._slots: list[Segment | None] = []
         self._orphans: set[Segment] = set()  # dead, with an operation that does not end
         self._pending = 0  # charged for a file that is being made
@@ -244,7 +235,8 @@ class SegmentSet:
     # -- the set -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._segments)
+        """Segments of anybody's; files that were never one do not count."""
+        return sum(1 for segment in self._segments.values() if segment.own or segment.header is not None)
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(list(self._segments.values()))
@@ -265,9 +257,13 @@ class SegmentSet:
         return self._slots[slot] if 0 <= slot < len(self._slots) else None
 
     def add(self, segment: Segment) -> None:
-        """Take a segment in; numbers have to come in ascending order."""
-        self._segments[segment.number] = segment
+        """Take a segment in; the next number is above its own. They come in the order in which they are to die."""
         self.next_number = max(self.next_number, segment.number + 1)
+        self.keep(segment)
+
+    def keep(self, segment: Segment) -> None:
+        """Take a file in whose number is not believed."""
+        self._segments[segment.number] = segment
         if segment.own:
             segment.seed = segment_seed(self.store_id, self.namespace, segment.number)
             if None not in self._slots:
@@ -313,7 +309,7 @@ class SegmentSet:
     def has_room(self) -> bool:
         """Whether one more segment can be made without reclaiming."""
         spare = self.spare.charge + PAGE if self.spare is not None else 0
-        return self.charged - spare + self.segment_charge <= self.cap and len(self._segments) < SEGMENTS_MAX
+        return self.charged - spare + self.segment_charge <= self.cap and len(self) < SEGMENTS_MAX
 
     @property
     def segment_charge(self) -> int:
@@ -382,8 +378,7 @@ class SegmentSet:
 
         The caller has made sure that there is room.
         """
-        number = self.next_number
-        self.next_number = number + 1
+        number = await self._new_number()
         own = self.own()
         header = SegmentHeader(
             store_id=self.store_id,
@@ -394,6 +389,7 @@ class SegmentSet:
             size=self.segment_bytes,
             sealed_upto=min(self.sealed_upto(), number - 1),
             previous=own[-1].number if own else 0,
+            claimed=True,
         )
         if self.spare is None:
             await self._make_spare()
@@ -406,11 +402,13 @@ class SegmentSet:
             if spare.size != self.segment_bytes:
                 await self.backend.allocate(file, self.segment_bytes)
                 spare.size = self.segment_bytes
-            page = header.encode()
-            await self.backend.write(file, 0, [page])
-            self.bytes_written += len(page)
+            page, claim = header.encode(), self._first_claim(header, own[-1].good if own else 0)
+            await self.backend.write(file, 0, [page, claim])
+            self.bytes_written += len(page) + len(claim)
             await self.backend.sync(file)
-            allocated = (await self.backend.stat(SPARE_NAME))[1]
+            size, allocated = await self.backend.stat(self.spare_name)
+            if size != self.segment_bytes:
+                raise DiskError(f"{self.spare_name!r} was replaced", operation="allocate", errno=errno.ESTALE)
             spare.charge = max(self.segment_bytes, allocated)
         except BaseException as error:
             self._give_up_spare(spare, file)
@@ -430,7 +428,7 @@ class SegmentSet:
         segment.before = own[-1] if own else None
         self._open += 1
         try:
-            await self.backend.rename(SPARE_NAME, segment.name)
+            await self.backend.rename(self.spare_name, segment.name)
             await self.backend.sync_directory()
         except BaseException:
             # Under which name it is nobody knows. It counts, and no later segment may name it as the one before,
@@ -443,26 +441,68 @@ class SegmentSet:
         self.active = segment
         return segment
 
+    async def _new_number(self) -> int:
+        """Use up the next number whose name nobody has: a rename would replace what has it."""
+        while self.next_number < NUMBER_MAX:
+            number = self.next_number
+            self.next_number += 1
+            if number not in self._segments:
+                try:
+                    await self.backend.stat(segment_name(number))
+                except FileNotFoundError:
+                    return number
+        raise DiskError("all segment numbers are used up", operation="allocate", errno=errno.ENOSPC)
+
+    def _first_claim(self, header: SegmentHeader, previous_good: int) -> bytes:
+        """The claim of an empty segment: whose it is shows even when its first page is damaged."""
+        return RecordWriter().to_bytes(
+            KIND_CLAIM,
+            segment_seed(self.store_id, self.namespace, header.number),
+            CLAIM_AT,
+            sequence=header.sequence,
+            oldest_live=header.oldest_live,
+            synced=LOG_START,
+            sealed_upto=header.sealed_upto,
+            previous=header.previous,
+            previous_good=previous_good,
+        )
+
     async def _make_spare(self) -> None:
         await self._free_spare_name()
         self._pending += self.segment_bytes
         try:
-            file = await self.backend.open(SPARE_NAME, create=True, size=self.segment_bytes)
+            file = await self.backend.open(self.spare_name, create=True, size=self.segment_bytes)
             self.spare = Spare(file, self.segment_bytes, self.segment_bytes)
         except OSError:
             with contextlib.suppress(OSError):
-                await self.backend.unlink(SPARE_NAME)
+                await self.backend.unlink(self.spare_name)
             raise
         finally:
             self._pending -= self.segment_bytes
 
     async def _free_spare_name(self) -> None:
         """Make sure that no dead segment lies under the name: one that is read from, or whose burial failed."""
-        with contextlib.suppress(FileNotFoundError):
-            await self.backend.unlink(SPARE_NAME)
+        if not await self._unlink(self.spare_name):
+            self.spare_name = next(name for name in SPARE_NAMES if name != self.spare_name)
+            if not await self._unlink(self.spare_name):
+                raise DiskError(
+                    f"{' and '.join(SPARE_NAMES)} are directories", operation="allocate", errno=errno.EISDIR
+                )
         for segment in (*self._segments.values(), *self._orphans):
-            if segment.name == SPARE_NAME:
+            if segment.name in SPARE_NAMES:
                 segment.name = ""
+
+    async def _unlink(self, name: str) -> bool:
+        """Remove a file's name, if it is there; False when a directory of somebody's has it."""
+        try:
+            await self.backend.unlink(name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in IN_THE_WAY:
+                raise
+            return False
+        return True
 
     def _give_up_spare(self, spare: Spare, file: File) -> None:
         """What was done to it last may come late: over the first page of the segment that it would be by then."""
@@ -480,8 +520,7 @@ class SegmentSet:
             return
         self._pending += spare.charge
         try:
-            with contextlib.suppress(FileNotFoundError):
-                await self.backend.unlink(SPARE_NAME)
+            await self._unlink(self.spare_name)
             with contextlib.suppress(OSError):
                 await self._close_quietly(spare.file)
         except OSError:
@@ -494,32 +533,41 @@ class SegmentSet:
 
     async def retire(self, segment: Segment, *, recycle: bool = True) -> None:
         """Take a segment's name away, durably: it is made the spare if allowed and there is none, else unlinked."""
-        others = [each.number for each in self._segments.values() if each is not segment]
-        self.oldest_live = max(self.oldest_live, min(others, default=segment.number + 1))
+        if segment.number < self.next_number:  # a higher one is no segment's and says nothing
+            numbers = (each.number for each in self._segments.values() if each is not segment)
+            others = [number for number in numbers if number < self.next_number]
+            self.oldest_live = max(self.oldest_live, min(others, default=segment.number + 1))
         if not segment.retired:
             recycle = recycle and self._recyclable(segment)
             if recycle:
                 try:
-                    await self.open_file(segment)
+                    recycle = has_one_name(await self.open_file(segment))
                 except OSError:
                     recycle = False
-            try:
-                if recycle:
-                    await self.backend.rename(segment.name, SPARE_NAME)
-                    segment.name = SPARE_NAME
-                else:
-                    await self.backend.unlink(segment.name)
-            except FileNotFoundError:
-                pass  # somebody removed it: as dead as it gets
+            if not (recycle and await self._make_spare_of(segment)):
+                await self._unlink(segment.name)  # where somebody removed or replaced it, it is as dead as it gets
             segment.retired = True
         await self.backend.sync_directory()
+
+    async def _make_spare_of(self, segment: Segment) -> bool:
+        """Give a dead segment the spare file's name; False when something that is no file has one of the two."""
+        try:
+            await self.backend.rename(segment.name, self.spare_name)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in IN_THE_WAY:
+                raise
+            return False
+        segment.name = self.spare_name
+        return True
 
     def _recyclable(self, segment: Segment) -> bool:
         if segment.own and not segment.sealed:
             return False  # its sealing failed half-way: nobody knows how long the file is
         if self.spare is not None or not self.segment_bytes // 2 <= segment.size <= self.segment_bytes:
             return False
-        if any(each.name == SPARE_NAME for each in self._orphans):
+        if any(each.name in SPARE_NAMES for each in self._orphans):
             return False
         return self.charged - segment.charge + self.segment_charge <= self.cap
 
@@ -534,14 +582,14 @@ class SegmentSet:
             await wait_at_most(self.clock, self.backend.timeout, [segment.idle])
         if segment.users:
             # An operation is stuck. The file may not be reused: it loses its name, and stays charged until it is free.
-            if segment.name == SPARE_NAME:
+            if segment.name in SPARE_NAMES:
                 with contextlib.suppress(OSError):  # should it stay, the next one that wants the name removes it
                     await self._free_spare_name()
             assert segment.idle is not None
             segment.idle.add_done_callback(lambda _: self._let_go(segment))
             return
         file = segment.file
-        if segment.name == SPARE_NAME and self.spare is None and file is not None:
+        if segment.name in SPARE_NAMES and self.spare is None and file is not None:
             self.spare = Spare(file, segment.size, segment.charge)
             segment.file = None
             self._open -= 1

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import logging
 
     from asynckv._core import Table
-    from asynckv.backends.base import File
+    from asynckv.backends.base import Backend, File
     from asynckv.tiers.segment import SegmentSet
 
-__all__ = ["load_snapshot", "remove_snapshot", "save_snapshot"]
+__all__ = ["load_snapshot", "peek_snapshot", "remove_snapshot", "save_snapshot"]
 
 CHUNK_STRIDE = 256 << 10
 HEAD_MAX = 64 << 10
@@ -146,6 +146,18 @@ async def load_snapshot(segments: SegmentSet, table: Table, size: int) -> Snapsh
     finally:
         with contextlib.suppress(OSError):
             await backend.close_file(file)
+
+
+async def peek_snapshot(backend: Backend, size: int) -> SnapshotHead | None:
+    """Read the head, whatever store and namespace it is of; None when it is damaged."""
+    data = bytearray(min(size, HEAD_MAX) // PAGE * PAGE)
+    file = await backend.open(SNAPSHOT_NAME, direct=False)
+    try:
+        await backend.read(file, 0, memoryview(data))
+    finally:
+        with contextlib.suppress(OSError):
+            await backend.close_file(file)
+    return SnapshotHead.decode(data)
 
 
 async def _read_head(segments: SegmentSet, file: File, size: int) -> SnapshotHead | None:

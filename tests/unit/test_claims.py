@@ -72,6 +72,20 @@ async def test_first_page_and_batches_gone_with_a_claim_left_is_a_loss(path, tmp
         assert await disk.get_all(range(30)) == {}
 
 
+@pytest.mark.parametrize("length", range(1, 6))
+async def test_a_claim_and_the_pages_behind_it_gone_bring_nothing_old_back(path, tmp_path, length):
+    """The first batch takes four pages, header, payload and trailer."""
+    async with Disk(path) as disk:
+        await fill(disk, range(5))
+
+    crashed = await killed(path, tmp_path / "crashed", lambda disk: fill(disk, [3], 1, size=5000))
+    damage(segments_of(crashed)[-1], CLAIM_AT, length * PAGE)
+    async with Disk(crashed) as disk:
+        found = await disk.get_all(range(5))
+        assert found.get(3) == (value_of(3, 1, 5000) if length < 3 else None)
+        assert len(found) == (5 if length < 3 else 4 if length < 5 else 0)
+
+
 async def torn(path, target, **options):
     """A killed store whose newest batch was never synced and is torn; block 2 has an older, flushed version."""
 

@@ -143,7 +143,7 @@ async def test_a_foreign_segment_with_a_high_number_hides_nothing(path, tmp_path
     async with Disk(path) as disk:
         assert await disk.get_all(range(5)) == {key: value_of(key) for key in range(5)}
         await fill(disk, range(5, 9))
-        assert segments_of(path)[-1].name == "0000000000004001.seg"
+        assert "0000000000000002.seg" in [each.name for each in segments_of(path)], "their numbers are not believed"
     async with Disk(path) as disk:
         assert len(await disk.get_all(range(9))) == 9
 
