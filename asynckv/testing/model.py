@@ -132,7 +132,8 @@ class ModelCache:
     def allowed_after_crash(self, key: Hashable, at: float = math.inf) -> set[Hashable]:
         """Versions that a get may return after a crash at a position and recovery, `MISS` among them."""
         history = [change for change in self._changes.get(key, ()) if change.begun <= at]
-        flushed = max((begun for begun, ended in self._flushes if ended <= at), default=-math.inf)
+        over = (begun for begun, ended in self._flushes if ended <= at and ended < math.inf)
+        flushed = max(over, default=-math.inf)
         floor = -1  # the newest change that must not be undone
         for index, change in enumerate(history):
             if change.sure and (change.ended <= flushed or (change.durable and change.ended <= at)):
