@@ -1,13 +1,14 @@
 """The Nth call of every kind fails, in every way, once and for good, below the engines, in the ring and above them.
 
-One life of a used store under one fault, then a healthy one. In both: no wrong value, no call past its deadline, nothing
-of what was flushed lost, nothing of what was deleted back, memory accounted for, no task or thread left, and no error
-that the log calls ours.
+One life of a used store under one fault, then a healthy one. In both: no wrong value, no call past its deadline,
+nothing of what was flushed lost, nothing of what was deleted back, memory accounted for, no task or thread left, and
+no error that the log calls ours.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import logging
@@ -54,8 +55,8 @@ SITES = {
     },
     "ring": {"read", "write", "fsync", "enter"},
     "backend": {
-        "read", "write", "sync", "open", "close", "truncate", "allocate", "settle", "rename", "unlink", "sync_directory", "list",
-        "stat", "statvfs", "read_file", "write_file",
+        "read", "write", "sync", "open", "close", "truncate", "allocate", "settle", "rename", "unlink",
+        "sync_directory", "list", "stat", "statvfs", "read_file", "write_file",
     },
 }  # fmt: skip
 FAULTS_PER_SITE = {"files": 1, "ring": 3, "backend": 1}  # at level commit, on each loop
@@ -238,10 +239,8 @@ async def work(life, backend):
     await life.put(60, 61, 62)
     if await life.flush():
         life.kept = {key: model.allowed(key) - {None} for key in (60, 61, 62)}
-    try:
+    with contextlib.suppress(OSError):
         await bounded(backend.free_bytes())  # nothing in a store asks for it, other programs do
-    except (OSError, asynckv.ClosedError):
-        pass
 
 
 async def one(scenario, image, initial, case, chance):
@@ -329,7 +328,7 @@ async def healthy(scenario, directory, model, kept, options):
     async with asynckv.open(directory, **(options | {"engine": "threads"})) as cache:
         await recovered(cache)
         life = Life(cache, model, scenario.size)
-        for key in model.keys():
+        for key in model.keys():  # noqa: SIM118
             found = await bounded(cache.get(key))
             version = None if found is None else check_payload(key, found)
             del found
@@ -414,7 +413,7 @@ async def test_every_call_fails_in_every_way(tmp_path, layer, engines, complaint
                 for sticky in (False, True) if thorough else (chance.random() < 0.5,):
                     if thorough and (place + sticky) % 2 == mine:
                         continue  # the other loop's
-                    for nth in itertools.count(1) if thorough else (chance.randint(1, calls[site]), 1):
+                    for nth in itertools.count(1) if thorough else (chance.randint(1, calls[site]), 1, 1, 1):
                         engine = engines[runs % len(engines)]
                         case = (layer, engine, site, fault, nth, sticky)
                         try:
@@ -426,5 +425,5 @@ async def test_every_call_fails_in_every_way(tmp_path, layer, engines, complaint
                         runs += 1
                         if met is not thorough:  # sampled: once is enough; thorough: until there is no such call
                             break
-                    assert met or nth > 1, f"{site} never met {kind}"
+                    assert met or nth > 1 or number, f"{site} never met {kind}"  # later ones need not call it each time
     print(f"fault sweep {layer}: {runs} runs")
