@@ -161,7 +161,7 @@ class Reclaimer:
     async def _seal(self, segment: Segment, following: int) -> None:
         try:
             await self.log.seal(segment, following)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             # Left as it is: readable, charged in full, sealed by the next recovery or reclaimed before.
             self.logger.warning("asynckv: sealing a segment failed: %s", error)
 
