@@ -92,7 +92,7 @@ cdef int check_room(BlockMap t, Room r, uint64_t stored) except -1:
 
 cdef tuple parse_shape(object shape):
     """A shape as numpy takes it: one int or a sequence of them."""
-    cdef tuple dims = (operator_index(shape),) if PyIndex_Check(shape) else tuple([operator_index(n) for n in shape])
+    cdef tuple dims = (operator_index(shape),) if PyIndex_Check(shape) else tuple(map(operator_index, shape))
     if len(dims) > 8:
         raise ValueError("a block array has at most 8 dimensions")
     for n in dims:
@@ -553,7 +553,9 @@ cdef class BlockMap:
 
     def take_owed(self):
         enter(self)
-        out = [(raw[0], raw[1:]) for raw in self.owed_keys]
+        cdef list out = []
+        for raw in self.owed_keys:      # no comprehension: when memory is refused, Cython's frees an item twice
+            out.append((raw[0], raw[1:]))
         self.owed_keys.clear()
         return out
 

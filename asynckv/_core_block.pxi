@@ -44,7 +44,7 @@ cdef class CacheBlock:
 
 
 cdef tuple array_shape(cnp.ndarray a):
-    return tuple([a.shape[i] for i in range(a.ndim)])
+    return (<object>a).shape
 
 
 cdef int32_t parse_layer(object layer_id) except? -1:
@@ -323,9 +323,10 @@ cdef int check_array(cnp.ndarray a) except -1:
 
 cdef inline uint64_t mix_array(cnp.ndarray a, uint64_t h) noexcept:
     cdef int i
-    h = akv_mix(h ^ <uint64_t>cnp.PyArray_DESCR(a), 0x9E3779B97F4A7C15 + cnp.PyArray_NDIM(a))
+    # The casts: such a constant is an int of Python's otherwise, made anew each time.
+    h = akv_mix(h ^ <uint64_t>cnp.PyArray_DESCR(a), <uint64_t>0x9E3779B97F4A7C15 + <uint64_t>cnp.PyArray_NDIM(a))
     for i in range(cnp.PyArray_NDIM(a)):
-        h = akv_mix(h ^ <uint64_t>cnp.PyArray_DIM(a, i), 0x9E3779B97F4A7C15)
+        h = akv_mix(h ^ <uint64_t>cnp.PyArray_DIM(a, i), <uint64_t>0x9E3779B97F4A7C15)
     return h
 
 

@@ -19,8 +19,16 @@ cdef class Table(BlockMap):
     def take_dirty(self, max_bytes, max_blocks):
         cdef list out = []
         cdef uint64_t used = 0
+        cdef Py_ssize_t left
         enter(self)
-        take_list(self, 0, min(max_bytes, 2**63), min(max_blocks, 2**31), &used, out)
+        try:
+            take_list(self, 0, min(max_bytes, 2**63), min(max_blocks, 2**31), &used, out)
+        except MemoryError:         # the caller never sees those that were taken: they go back, in their old order
+            left = len(out)
+            while left:             # and nothing here asks for memory
+                left -= 1
+                end_spill(self, <Spill>PyList_GET_ITEM(out, left), False, 0, 0, 0)
+            raise
         return out
 
     def requeue_unbacked(self):

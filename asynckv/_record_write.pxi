@@ -93,7 +93,9 @@ cdef class RecordWriter:
         """Append all records of a parsed body that were not discarded (snapshots excepted)."""
         cdef Py_ssize_t i
         cdef Record *item
-        cdef list index = [self.desc(raw) for raw in records.descs]
+        cdef list index = []
+        for raw in records.descs:
+            index.append(self.desc(raw))
         for i in range(records.count):
             item = &records.items[i]
             if item.type:

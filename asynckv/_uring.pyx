@@ -382,7 +382,9 @@ cdef class Ring(Slots):
             False when the kernel does not (``ENOMEM`` under a small memlock limit, above all); all works without.
         """
         self.check()
-        cdef list views = [memoryview(buffer).cast("B") for buffer in buffers]
+        cdef list views = []
+        for buffer in buffers:
+            views.append(memoryview(buffer).cast("B"))
         cdef iovec *pieces
         cdef Py_buffer view
         cdef int32_t number

@@ -532,7 +532,8 @@ class Cache:
         Raises
         ------
         DiskError
-            The block is gone from memory, but the disk could not make that durable.
+            The block is gone from memory, but the disk could not make that durable so far. It stays owed: the next
+            `flush`, `delete`, `clear` or `close` tries again.
         """
         self._enter()
         self._table.check_key(key)
@@ -553,7 +554,15 @@ class Cache:
         return found
 
     async def clear(self) -> None:
-        """Remove every block of this namespace from every tier, durably."""
+        """Remove every block of this namespace from every tier, durably.
+
+        Raises
+        ------
+        DiskError
+            No key is readable any more, but the disk could not make that durable so far: a crash now may bring blocks
+            back. It stays owed: the next `flush`, `delete`, `clear` or `close` tries again, and keeps what was put
+            since.
+        """
         self._enter()
         await self._scheduler.clear()
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import DiskError
-from asynckv.health import Breaker
+from asynckv.health import READ, Breaker
 from asynckv.waiting import (
     ABSENT,
     AGAIN,
@@ -296,7 +296,7 @@ class Scheduler:
                 counters.loaded_blocks += 1
                 counters.loaded_bytes += load.stored
         if error is None:
-            self.breaker.success()
+            self.breaker.success(READ)
             self._failed_reads.discard(reload.key)
             if not future.result():
                 counters.corrupt_blocks += 1
@@ -304,12 +304,12 @@ class Scheduler:
                     table.drop(reload.key)
         elif isinstance(error, TimeoutError):
             counters.io_timeouts += 1
-            self.breaker.failure()
+            self.breaker.failure(READ)
             if table.quarantined > table.capacity * QUARANTINE_LIMIT:
-                self.breaker.trip()
+                self.breaker.trip(READ)
         else:
             counters.io_errors += 1
-            self.breaker.failure()
+            self.breaker.failure(READ)
             if current and self.breaker.ok:
                 self._unreadable(reload.key)
         good = error is None and future.result()

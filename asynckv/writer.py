@@ -7,6 +7,8 @@ Invariants
   still owed was put after the removal, so this order is the order of the calls.
 * Blocks are taken oldest first, and a replaced dirty block keeps its place. The first N of the list, N being its
   length when `flush` was called, therefore cover every put that returned before.
+* A clear goes alone, and nothing is composed until it is durable or has failed. One that failed stays owed, as a
+  tombstone does: the next batch tries again, and buries nothing that was put after it.
 * A flush or a durable removal answers only after its batches were written and a sync begun after that ended.
 * A block whose write failed is dirty again; a batch that ran past its deadline keeps its extents until the engine
   lets go of them.
@@ -22,6 +24,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import DiskError
+from asynckv.health import WRITE
 from asynckv.waiting import Owned
 
 if TYPE_CHECKING:
@@ -59,17 +62,14 @@ class Flush:
 class InFlight(Owned):
     """One batch on its way to the disk."""
 
-    __slots__ = ("bytes", "clear", "durable", "future", "spills", "tombstones", "writer")
+    __slots__ = ("bytes", "durable", "future", "spills", "tombstones", "writer")
 
-    def __init__(
-        self, writer: Writer, spills: list[Spill], tombstones: list[WireKey], durable: list[Any], *, clear: bool
-    ) -> None:
+    def __init__(self, writer: Writer, spills: list[Spill], tombstones: list[WireKey], durable: list[Any]) -> None:
         super().__init__(writer.scheduler)
         self.writer = writer
         self.spills = spills
         self.tombstones = tombstones
         self.durable = durable
-        self.clear = clear
         self.bytes = sum(spill.stored for spill in spills)
         self.future: asyncio.Future[Any] | None = None
 
@@ -101,7 +101,7 @@ class Writer:
         self._closed = False
         self._tombstones: dict[WireKey, list[asyncio.Future[None]]] = {}
         self._clear: list[asyncio.Future[None]] | None = None
-        self._clears_unsynced = 0
+        self._clearing: asyncio.Future[None] | None = None  # ends when the clear is durable, or has failed
         self._burials = self._burials_synced = 0  # batches with tombstones: composed, and durable for certain
         self._flushes: list[Flush] = []
         self._in_flight: set[InFlight] = set()
@@ -163,7 +163,7 @@ class Writer:
 
     def is_owed(self, key: WireKey) -> bool:
         """Whether what ends an absent key may not be durable yet."""
-        if key in self._tombstones or self._clear is not None or self._clears_unsynced:
+        if key in self._tombstones or self._clear is not None or self._clearing is not None:
             return True
         return self._burials_synced < self._burials
 
@@ -267,6 +267,9 @@ class Writer:
             self._wake.clear()
             while self._has_work():
                 try:
+                    if self._clearing is not None:
+                        await asyncio.wait([self._clearing])
+                        continue
                     if len(self._in_flight) >= self._most_in_flight:
                         await asyncio.wait(self._futures(), return_when=asyncio.FIRST_COMPLETED)
                         continue
@@ -311,9 +314,10 @@ class Writer:
         else:  # a dictionary that is only popped from its head gets slow
             self._tombstones = dict(islice(self._tombstones.items(), len(owed), None))
         # A tombstone left for a later batch would bury a newer block of its key that went into this one.
-        wanted = self._wanted() and not self._tombstones
+        wanted = clear is None and self._wanted() and not self._tombstones
         spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX) if wanted else []
-        self._urgent = False
+        if clear is None:
+            self._urgent = False
         if not spills and not owed and clear is None:
             return
         try:
@@ -331,14 +335,15 @@ class Writer:
         durable = [future for waiters in owed.values() for future in waiters]
         if clear is not None:
             if batch.clear:
-                durable.extend(clear)
-                self._clears_unsynced += 1
+                self._clearing = self.loop.create_future()
+                self._clearing.add_done_callback(self._cleared)
+                durable = [self._clearing, *durable, *clear]
             else:
                 self._clear = clear
         self._burials += bool(owed)
         taken = len(batch.spills)
         self._quota = max(0, self._quota - taken)
-        in_flight = InFlight(self, batch.spills, list(owed), durable, clear=batch.clear)
+        in_flight = InFlight(self, batch.spills, list(owed), durable)
         self._in_flight.add(in_flight)
         self.bytes_in_flight += in_flight.bytes
         for flush in self._flushes:
@@ -355,6 +360,14 @@ class Writer:
             in_flight.future.set_exception(error)
         in_flight.future.add_done_callback(in_flight.on_done)
 
+    def _cleared(self, future: asyncio.Future[None]) -> None:
+        """The clear is durable, or stays owed; until it is, the log holds keys that the index does not know."""
+        self._clearing = None
+        self.table.log_unknown = future.exception() is not None
+        if self.table.log_unknown:
+            self._clear = self._clear or []
+            self.go_on()
+
     def finish(self, batch: InFlight, future: asyncio.Future[Any]) -> None:
         """A batch ended: its blocks are clean, or dirty again."""
         table, counters = self.table, self.scheduler.counters
@@ -366,7 +379,7 @@ class Writer:
                 table.finish_spill(spill, True, slot, offset, checksum)
                 counters.spilled_bytes += spill.stored
             counters.spilled_blocks += len(batch.spills)
-            self.scheduler.breaker.success()
+            self.scheduler.breaker.success(WRITE)
             if batch.durable:
                 self._sync(batch.durable)
         else:
@@ -378,9 +391,6 @@ class Writer:
                 else:
                     table.finish_spill(spill, False)
             table.return_owed(batch.tombstones)
-            if batch.clear:
-                table.log_unknown = True
-                self._clears_unsynced -= 1
             self._answer(batch.durable, error)
             self._failed(error)
         for flush in self._flushes:
@@ -397,7 +407,7 @@ class Writer:
             counters.io_errors += 1
         self._fail_flushes(error)
         if not isinstance(error, asyncio.CancelledError):
-            self.scheduler.breaker.failure()
+            self.scheduler.breaker.failure(WRITE)
 
     def _fail_flushes(self, error: BaseException) -> None:
         flushes, self._flushes = self._flushes, []
@@ -434,7 +444,6 @@ class Writer:
         # One sync at a time; whoever comes meanwhile is covered by the next one.
         while self._sync_waiters:
             waiters, self._sync_waiters = self._sync_waiters, deque()
-            clears = self._clears_unsynced if not any(batch.clear for batch in self._in_flight) else 0
             burials = self._burials if not any(batch.tombstones for batch in self._in_flight) else 0
             try:
                 await self.tier.sync()
@@ -444,10 +453,6 @@ class Writer:
             except Exception as error:
                 if not isinstance(error, OSError):  # our bug: those who wait are told all the same
                     log.exception("asynckv: a sync failed")
-                under_way = sum(batch.clear for batch in self._in_flight)
-                if self._clears_unsynced > under_way:
-                    self._clears_unsynced = under_way
-                    self.table.log_unknown = True
                 # What those wait for who came meanwhile was taken back with it: no later sync speaks of that.
                 waiters.extend(self._sync_waiters)
                 self._sync_waiters.clear()
@@ -455,9 +460,6 @@ class Writer:
                 self._failed(error)
             else:
                 self._burials_synced = max(self._burials_synced, burials)
-                if clears and self._clears_unsynced == clears:
-                    self._clears_unsynced = 0
-                    self.table.log_unknown = False
                 self._answer(waiters, None)
 
     # -- age -----------------------------------------------------------------------------------------------------

@@ -234,8 +234,8 @@ class Files:
             return False, mmap.PAGESIZE, "this system has no O_DIRECT"
         try:
             fd = self.temporary(O_DIRECT)
-        except OSError as error:
-            if error.errno not in NOT_DIRECT:
+        except OSError as error:  # a file system without room for one more file can still be read
+            if error.errno not in NOT_DIRECT and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return False, mmap.PAGESIZE, f"open: {os.strerror(error.errno or 0)}"
         try:

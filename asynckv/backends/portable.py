@@ -150,10 +150,10 @@ class ThreadsBackend(Backend):
         self.loop = asyncio.get_running_loop()
         self._closed = False
         self._pid = os.getpid()  # a forked child owns nothing
-        for lane, count in self._counts.items():
-            for number in range(count):
-                self._start_thread(lane, number)
         try:
+            for lane, count in self._counts.items():
+                for number in range(count):
+                    self._start_thread(lane, number)
             works, alignment, reason = await self._cold(Call, self._begin, (directory,), None, None)
         except BaseException:
             await self.close()
@@ -166,7 +166,10 @@ class ThreadsBackend(Backend):
 
     def _start_thread(self, lane: str, number: int) -> None:
         thread = threading.Thread(target=work, args=(self._lanes[lane],), name=f"asynckv-{lane}-{number}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, "the system has no more threads") from error
         self._threads.append(thread)
 
     def _begin(self, directory: str | os.PathLike[str] | int) -> tuple[bool, int, str]:

@@ -217,8 +217,16 @@ class UringBackend(ThreadsBackend):
         lane = op.kind
         number = self._counts[lane]
         if number < self._limits[lane]:
-            self._counts[lane] = number + 1
-            self._start_thread(lane, number)
+            try:
+                self._start_thread(lane, number)
+            except OSError as error:
+                if not number:  # nobody would ever take it
+                    op.claim.clear()
+                    op.error = error
+                    self.loop.call_soon(self._finish, op)
+                    return
+            else:
+                self._counts[lane] = number + 1
         op.lane.put(op)
 
     def _schedule(self) -> None:

@@ -216,7 +216,7 @@ class FakeRing:
         if fault is not None and fault.action == "error":
             raise OSError(fault.errno, os.strerror(fault.errno))
         if fault is not None and fault.action == "partial":
-            count = int(count * fault.fraction)
+            count = fault.part(count)
         batch = [self._queue.popleft() for _ in range(count)]
         for request in batch:
             request.taken = True
@@ -262,7 +262,7 @@ class FakeRing:
         if fault is not None and fault.action == "error":
             return -fault.errno
         if fault is not None and fault.action == "short":
-            return self._do_part(request, _first(views, int(sum(map(len, views)) * fault.fraction)))
+            return self._do_part(request, _first(views, fault.part(sum(map(len, views)))))
         try:
             result = request.act(request.fd, views)
         except OSError as error:

@@ -92,7 +92,7 @@ class FaultyFiles(Files):
         if fault is None:
             return count
         if fault.action == "short":  # the kernel's count is small; the bytes beyond it are undefined
-            return int(count * fault.fraction)
+            return fault.part(count)
         view = memoryview(buffers[0])
         if count:
             at, mask = self.script.bit(min(count, len(view)))
@@ -105,7 +105,7 @@ class FaultyFiles(Files):
         if fault is None:
             return self.inner.pwritev(fd, buffers, offset)
         if fault.action == "short":
-            return int(self.inner.pwritev(fd, buffers, offset) * fault.fraction)
+            return fault.part(self.inner.pwritev(fd, buffers, offset))
         data = [bytearray(piece) for piece in buffers]
         at, mask = self.script.bit(len(data[0]))
         data[0][at] ^= mask
@@ -253,7 +253,7 @@ class FaultyBackend(Wrapper):
             buffer[:half] = b"\xa5" * half
             return self._failed(_oserror(fault.errno), released)
         if fault.action == "short":
-            part = int(len(buffer) * fault.fraction)
+            part = fault.part(len(buffer))
 
             def cut(view: memoryview) -> bool:
                 raise ShortTransferError(part, len(buffer))
@@ -291,7 +291,7 @@ class FaultyBackend(Wrapper):
                     at, mask = self.script.bit(len(data))
                     data[at] ^= mask
                 return [data], result
-            return [data[: int(len(data) * fault.fraction) & -self.alignment]], result
+            return [data[: fault.part(len(data)) & -self.alignment]], result
 
         if fault.action == "corrupt":
             return self.inner.write(file, offset, spoiled, timeout=timeout, released=released)
@@ -324,7 +324,7 @@ class FaultyBackend(Wrapper):
                 return self._changed(submit(timeout), _raise(_oserror(fault.errno)))
             return self._failed(_oserror(fault.errno), None)
         if fault.action == "short":
-            return self._changed(submit(timeout), lambda data: data[: int(len(data) * fault.fraction)])
+            return self._changed(submit(timeout), lambda data: data[: fault.part(len(data))])
         if fault.action == "corrupt":
             return self._changed(submit(timeout), self._flipped)
         return self._hold("call", fault, submit, timeout)

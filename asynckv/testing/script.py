@@ -18,6 +18,13 @@ class Fault:
     errno: int = 0
     seconds: float = 0.0
     fraction: float = 0.0
+    count: int | None = None
+
+    def part(self, whole: int) -> int:
+        """How much of so many bytes a short call moves."""
+        if self.count is None:
+            return int(whole * self.fraction)
+        return max(0, min(whole, self.count if self.count >= 0 else whole + self.count))
 
 
 def error(errno: int) -> Fault:
@@ -25,12 +32,19 @@ def error(errno: int) -> Fault:
     return Fault("error", errno=errno)
 
 
-def short(fraction: float = 0.5) -> Fault:
+def short(fraction: float = 0.5, *, count: int | None = None) -> Fault:
     """Only the first part of the bytes moves.
 
     Above the engine a short read ends as `ShortTransferError` and a short write as ``EIO``.
+
+    Parameters
+    ----------
+    fraction
+        Share of the bytes.
+    count
+        Instead of a share: so many bytes, or all but so many when it is negative.
     """
-    return Fault("short", fraction=fraction)
+    return Fault("short", fraction=fraction, count=count)
 
 
 def corrupt() -> Fault:

@@ -263,10 +263,12 @@ class LogWriter:
             if error is None:
                 checksums, batch.piece = future.result()
                 batch.state = WRITTEN
+                self.set.starved = 0
                 self.set.bytes_written += plan.batch_bytes
                 places = [(segment.slot, offset, check) for offset, check in zip(plan.offsets, checksums, strict=True)]
             else:
                 batch.state = FAILED
+                self.set.refused(error)
             batch.forget()
             if result.done():  # the caller cancelled it; the batch counts all the same
                 return

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import payload_span
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockReader"]
 
+# How an open says that the file is not there any more, or something else has its name: damage, no sick disk.
+GONE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})
 READS_PER_BLOCK = 2  # a second one, because a flawed transfer is not a damaged block
 
 
@@ -161,10 +164,8 @@ class BlockReader:
     async def _open(self, read: _Read) -> None:
         try:
             read.file = await self.set.open_file(read.segment)
-        except FileNotFoundError:
-            read.finish(False)
         except OSError as error:
-            read.finish(error)
+            read.finish(False if error.errno in GONE else error)
         except BaseException:
             read.finish(None)
             raise

@@ -10,6 +10,8 @@ Invariants
   of it and before the old segment loses its name.
 * While the store recovers nothing is reclaimed: what is in the oldest segments is not known yet. New segments are made
   from the room that is there; when that is used up, appends wait for the recovery.
+* When the file system is full below the cap, because of what others write, the oldest segments make room: few, and no
+  more before something was written again.
 * A segment is sealed behind the back of the writer; before it is reclaimed its sealing has ended.
 """
 
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv.errors import DiskError
 from asynckv.tiers.layout import PAGE, pages
 from asynckv.tiers.log import CarryItem
-from asynckv.tiers.segment import SEGMENTS_MAX
+from asynckv.tiers.segment import NO_SPACE, SEGMENTS_MAX
 
 if TYPE_CHECKING:
     import logging
@@ -39,6 +41,8 @@ __all__ = ["Reclaimer"]
 CARRY_GROUP_BYTES = 4 << 20
 CARRY_GROUP_BLOCKS = 1024
 CARRY_READS = 16
+RELIEF_SEGMENTS = 2
+SEGMENTS_LEFT = 2  # that many have to be there for one to be given up
 CARRY_HEADERS_BYTES = 4 * PAGE  # header, trailer and rounding of a carried batch
 BATCH_SHARE = 8  # a rotation is due when less than this part of a segment is left for a large batch
 
@@ -81,6 +85,8 @@ class Reclaimer:
             await self._prepare(nbytes)
 
     async def _prepare(self, nbytes: int) -> None:
+        if self.set.starved:  # by a write that found no blocks
+            await self._relieve()
         share = min(nbytes, self.set.segment_bytes // BATCH_SHARE)
         want = min(max(share, self.log.wanted), self.log.largest_block(self.set.segment_bytes))
         while not self.log.fits(want):
@@ -122,7 +128,27 @@ class Reclaimer:
         if self.before_first_segment is not None:
             await self.before_first_segment()
             self.before_first_segment = None
-        await self.set.create(self.log.sequence)
+        while True:
+            try:
+                await self.set.create(self.log.sequence)
+            except OSError as error:
+                self.set.refused(error)
+                if error.errno not in NO_SPACE or not await self._relieve():
+                    raise
+            else:
+                return
+
+    async def _relieve(self) -> bool:
+        """The file system is full, of what others have written: give up the oldest segment, or say that it is no use.
+
+        A second one, because a sealed segment is shorter than a new one. When that was not enough nothing more is
+        given up before something was written again.
+        """
+        if self.recovering or not 0 < self.set.starved <= RELIEF_SEGMENTS or len(self.set) < SEGMENTS_LEFT:
+            return False
+        self.logger.warning("asynckv: the file system is full: the oldest segment is given up")
+        await self._reclaim_oldest(0)
+        return True
 
     def seal_behind(self, segment: Segment, following: int = 0) -> None:
         """Begin to seal a segment that takes no more batches; `following` is the one that took its place."""
@@ -135,7 +161,7 @@ class Reclaimer:
     async def _seal(self, segment: Segment, following: int) -> None:
         try:
             await self.log.seal(segment, following)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             # Left as it is: readable, charged in full, sealed by the next recovery or reclaimed before.
             self.logger.warning("asynckv: sealing a segment failed: %s", error)
 

@@ -52,10 +52,11 @@ if TYPE_CHECKING:
     from asynckv.clock import Clock
     from asynckv.tiers.log import Batch
 
-__all__ = ["SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
+__all__ = ["NO_SPACE", "SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
 
 SEGMENTS_MAX = 1024
 OPEN_FILES_MAX = 64
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What a rename or an unlink says when a name is a directory's.
 IN_THE_WAY = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY})
 
@@ -197,6 +198,8 @@ class SegmentSet:
         Bytes of everything that is no segment and no spare: directory, superblock, lock, snapshot, strangers.
     bytes_written
         Bytes handed to the device, padding included.
+    starved
+        How many times in a row the file system had no room for us.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class SegmentSet:
         self.log = log
         self.overhead = 0
         self.bytes_written = 0
+        self.starved = 0
         self.oldest_live = 0
         self.next_number = 1
         self.active: Segment | None = None
@@ -315,6 +319,10 @@ class SegmentSet:
     def segment_charge(self) -> int:
         """What one more segment costs."""
         return self.segment_bytes + PAGE
+
+    def refused(self, error: BaseException) -> None:
+        """Note why something could not be written."""
+        self.starved += isinstance(error, OSError) and error.errno in NO_SPACE
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -439,6 +447,7 @@ class SegmentSet:
             raise
         self.add(segment)
         self.active = segment
+        self.starved = 0
         return segment
 
     async def _new_number(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
 from collections.abc import AsyncIterator
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storekit import BLOCK, Lag, blocks, check_idle, crash_image, fill, payload, settle, until
+from storekit import BLOCK, Lag, blocks, check_idle, crash_image, fill, payload, read_all, settle, until
 
 import asynckv
 from asynckv.backends import create_backend
-from asynckv.testing import FaultyBackend, Script, corrupt, error, hang, slow
+from asynckv.testing import FaultyBackend, ManualClock, Script, corrupt, error, hang, slow
 
 SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
 LAG_SECONDS_MAX = 0.1  # half the delays below, and what a busy machine adds
@@ -440,3 +441,175 @@ async def test_direct_off_is_buffered_and_says_so(tmp_path, direct):
         assert cache.stats().direct is False
         for key in range(30):
             assert bytes(await cache.get(key)) == payload(key)
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+@pytest.mark.parametrize("then", ["flush", "clear", "close"])
+async def test_a_clear_that_cannot_be_made_durable_raises_and_the_next_call_makes_up_for_it(tmp_path, operation, then):
+    script = Script()
+    async with sick(tmp_path / "kv", script) as (cache, _):
+        await cache.put_many(blocks(4).items())
+        await cache.flush()
+        script.add(operation, error(errno.EIO), sticky=True)
+        with pytest.raises(asynckv.DiskError):
+            await cache.clear()
+        assert cache.keys() == []
+        assert await cache.get(1) is None
+        await until(lambda: cache.stats().disk_state == "off")
+        script.clear()
+        await until(lambda: cache.stats().disk_state == "ok", seconds=15)
+        if then != "clear":
+            assert await cache.put(2, payload(2, 5))
+        if then != "close":
+            await getattr(cache, then)()
+            image = crash_image(tmp_path / "kv", tmp_path / "image")
+    if then == "close":
+        image = tmp_path / "kv"
+    async with asynckv.open(image, **SMALL) as cache:
+        found = await read_all(cache, range(4))
+        assert found == {0: None, 1: None, 2: None if then == "clear" else ("bytes", payload(2, 5)), 3: None}
+
+
+@pytest.mark.parametrize("healthy", ["read", "write"])
+async def test_what_still_works_does_not_hide_what_does_not(tmp_path, healthy):
+    """Reads that succeed between failing writes, or the other way round, must not keep a half-dead disk on."""
+    await fill(tmp_path / "kv", blocks(30), **SMALL)
+    script = Script()
+    async with sick(tmp_path / "kv", script) as (cache, _):
+        script.add("write" if healthy == "read" else "read", error(errno.EIO), sticky=True)
+        for key in range(12):
+            await cache.get(key)
+            await cache.put(100 + key, payload(100 + key))
+            with contextlib.suppress(asynckv.DiskError):
+                await cache.flush()
+        assert cache.stats().disk_state == "off"
+        failed = cache.stats().io_errors
+        started = time.perf_counter()
+        for key in range(200, 240):  # more than the pool holds
+            assert await cache.put(key, payload(key))
+        assert time.perf_counter() - started < 0.3 * 40, "no put waits for a disk that takes nothing"
+        await asyncio.sleep(1.3)
+        stats = cache.stats()
+        assert stats.disk_state == "off", "the probe asks for both"
+        assert stats.io_errors == failed
+
+
+async def test_a_disk_that_fools_the_probe_is_asked_less_and_less_often(tmp_path):
+    await fill(tmp_path / "kv", blocks(30), **SMALL)
+    script, clock = Script(), ManualClock()
+    async with sick(tmp_path / "kv", script, _clock=clock) as (cache, _):
+        waits = []
+        for _ in range(4):
+            script.clear()
+            script.add("read", error(errno.EIO), sticky=True)
+            for key in range(6):
+                await cache.get(key)
+            assert cache.stats().disk_state == "off"
+            script.clear()
+            waited = 0.0
+            while cache.stats().disk_state == "off":
+                clock.advance(0.5)
+                waited += 0.5
+                for _ in range(20):
+                    await asyncio.sleep(0.001)
+            waits.append(waited)
+        assert waits == sorted(waits)
+        assert waits[-1] >= 4 * waits[0], "each relapse doubles the pause"
+        assert bytes(await cache.get(20)) == payload(20)
+        await settle(cache)
+
+
+async def test_a_disk_that_goes_off_while_a_flush_waits_ends_the_flush(tmp_path):
+    await fill(tmp_path / "kv", blocks(8), **SMALL)
+    script = Script()
+    async with sick(tmp_path / "kv", script, io_timeout=2.0) as (cache, backend):
+        await cache.put(100, payload(100))
+        script.add("write", hang(), nth=1)
+        flushing = asyncio.create_task(cache.flush())
+        await until(lambda: backend.held)
+        script.add("read", error(errno.EIO), sticky=True)
+        for key in range(4):
+            assert await cache.get(key) is None
+        assert cache.stats().disk_state == "off"
+        async with asyncio.timeout(0.5):
+            with pytest.raises(asynckv.DiskError):
+                await flushing
+        script.clear()
+        backend.release_all()
+        await until(lambda: cache.stats().disk_state == "ok", seconds=15)
+        await cache.flush()
+        await settle(cache)
+        check_idle(cache)
+
+
+async def test_a_probe_that_hangs_ends_by_its_deadline_and_is_tried_again(tmp_path):
+    await fill(tmp_path / "kv", blocks(8), **SMALL)
+    script = Script()
+    async with sick(tmp_path / "kv", script, io_timeout=0.2) as (cache, backend):
+        script.add("read", error(errno.EIO), sticky=True)
+        for key in range(4):
+            await cache.get(key)
+        assert cache.stats().disk_state == "off"
+        script.clear()
+        script.add("*", hang(), sticky=True)
+        await until(lambda: backend.held, seconds=5)
+        started = time.perf_counter()
+        assert await cache.get(5) is None
+        assert await cache.put(100, payload(100))
+        assert bytes(await cache.get(100)) == payload(100)
+        assert time.perf_counter() - started < 0.15
+        script.clear()
+        backend.release_all()
+        await until(lambda: cache.stats().disk_state == "ok", seconds=15)
+        await cache.flush()
+        await settle(cache)
+        check_idle(cache)
+
+
+async def test_a_disk_that_goes_off_during_close_does_not_hold_the_close(tmp_path):
+    script = Script()
+    async with sick(tmp_path / "kv", script, io_timeout=0.3) as (cache, backend):
+        await cache.put_many(blocks(8).items())
+        await cache.flush()
+        await cache.put_many(blocks(4, start=100).items())
+        script.add("*", hang(), sticky=True)
+        async with asyncio.timeout(5):
+            await cache.close()
+        assert cache.stats().io_timeouts >= 1
+        script.clear()
+        backend.release_all()
+        await until(lambda: not backend.held)
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert await read_all(cache, range(8)) == {key: ("bytes", payload(key)) for key in range(8)}
+
+
+async def test_a_disk_that_goes_off_during_recovery_serves_what_it_can_and_forgets_nothing(tmp_path):
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        await cache.put_many(blocks(60).items())
+        await cache.flush()
+        image = crash_image(tmp_path / "kv", tmp_path / "image")
+    script = Script()
+    async with sick(image, script, io_timeout=0.2) as (cache, backend):
+        assert cache.stats().recovering
+        script.add("read", hang(), sticky=True)
+        await cache.put(100, payload(100))
+        assert bytes(await cache.get(100)) == payload(100)
+        for key in range(8):
+            async with asyncio.timeout(2):
+                found = await cache.get(key)
+            assert found is None or bytes(found) == payload(key)
+            del found
+        await until(lambda: not cache.stats().recovering)
+        assert cache.stats().io_timeouts + cache.stats().io_errors >= 1
+        script.clear()
+        backend.release_all()
+        await until(lambda: cache.stats().disk_state == "ok", seconds=15)
+        await cache.flush()
+        await settle(cache)
+    async with asynckv.open(image, **SMALL) as cache:
+        assert bytes(await cache.get(100)) == payload(100)
+        for key in range(60):
+            found = await cache.get(key)
+            assert found is not None, "a disk that hung is not a damaged one"
+            assert bytes(found) == payload(key)
+            del found

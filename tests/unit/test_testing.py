@@ -469,6 +469,16 @@ def test_model_flush_covers_only_what_had_returned():
     assert model.allowed_after_crash("k") == {MISS, 1, 2}
 
 
+def test_model_flush_that_failed_or_never_returned_covers_nothing():
+    model = ModelCache()
+    model.put("k", 1).done()
+    model.flush().done()
+    model.put("k", 2).done()
+    model.flush().failed()
+    model.flush()
+    assert model.allowed_after_crash("k") == {MISS, 1, 2}
+
+
 def test_model_of_deletes_and_crashes():
     model = ModelCache()
     model.put("k", 1).done()

@@ -7,6 +7,7 @@ import pytest
 from scripted_tier import build, finish, settle
 
 from asynckv.errors import DiskError
+from asynckv.health import WRITE
 from asynckv.testing import ManualClock
 
 K = {i: (0, i.to_bytes(8, "little")) for i in range(10)}
@@ -338,7 +339,8 @@ async def test_a_late_write_keeps_its_extents_until_the_engine_lets_go():
     await finish(scheduler, tier)
 
 
-async def test_a_clear_that_failed_leaves_every_later_removal_owing_a_tombstone():
+@pytest.mark.parametrize("step", ["write", "sync"])
+async def test_a_clear_that_failed_stays_owed_and_buries_nothing_that_was_put_after_it(step):
     table, tier, scheduler = build()
     put(scheduler, 1)
     flush = asyncio.ensure_future(scheduler.writer.flush())
@@ -347,25 +349,36 @@ async def test_a_clear_that_failed_leaves_every_later_removal_owing_a_tombstone(
     await flush
     clearing = asyncio.ensure_future(scheduler.clear())
     await settle()
-    tier.land(tier.batches[1], OSError(errno.EIO, "broken"))
-    with pytest.raises(DiskError):
-        await clearing
+    put(scheduler, 2)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert len(tier.batches) == 2, "nothing is composed before it is known what becomes of the clear"
+    assert tier.batches[1].clear
+    assert not tier.batches[1].spills
+    if step == "sync":
+        tier.sync_error = OSError(errno.EIO, "broken")
+    tier.land(tier.batches[1], OSError(errno.EIO, "broken") if step == "write" else None)
+    for waiting in (clearing, flush):
+        with pytest.raises(DiskError):
+            await waiting
+    assert table.log_unknown
+    tier.sync_error = None
     removal = asyncio.ensure_future(scheduler.delete([1]))
     await settle()
-    assert tier.batches[-1].tombstones == [K[1]], "its old record may still be there"
-    tier.land(tier.batches[-1])
-    assert await removal == 0
-    put(scheduler, 2)
-    removal = asyncio.ensure_future(scheduler.delete([2]))
+    assert tier.batches[2].clear, "again"
+    tier.land(tier.batches[2])
     await settle()
-    assert tier.batches[-1].tombstones == [K[2]]
-    tier.land(tier.batches[-1])
-    assert await removal == 1
-    clearing = asyncio.ensure_future(scheduler.clear())
-    await settle()
-    tier.land(tier.batches[-1])
-    await clearing
     assert not table.log_unknown
+    if not removal.done():
+        assert tier.batches[3].tombstones == [K[1]]
+        tier.land(tier.batches[3])
+    assert await removal == 0
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert [spill.key for spill in tier.batches[-1].spills] == [K[2][1]]
+    tier.land(tier.batches[-1])
+    await flush
+    assert sum(batch.clear for batch in tier.batches) == 2
     await finish(scheduler, tier)
 
 
@@ -384,7 +397,7 @@ async def test_an_error_of_ours_in_the_tier_fails_the_flush_and_costs_nothing():
         assert table.dirty_blocks == 1
         tier.compose, tier.submit = compose, submit
         tier.batches.clear()
-        scheduler.breaker.success()
+        scheduler.breaker.success(WRITE)
     flush = asyncio.ensure_future(scheduler.writer.flush())
     while not flush.done():
         await asyncio.sleep(0.01)
@@ -407,24 +420,6 @@ async def test_a_writer_cancelled_in_the_middle_goes_on_with_the_flush():
     await settle()
     tier.land(tier.batches[0])
     await asyncio.wait_for(flush, 5)
-    await finish(scheduler, tier)
-
-
-async def test_a_clear_whose_sync_failed_leaves_every_later_removal_owing_a_tombstone():
-    table, tier, scheduler = build()
-    clearing = asyncio.ensure_future(scheduler.clear())
-    await settle()
-    tier.sync_error = OSError(errno.EIO, "broken")
-    tier.land(tier.batches[0])
-    with pytest.raises(DiskError):
-        await clearing
-    assert table.log_unknown
-    tier.sync_error = None
-    removal = asyncio.ensure_future(scheduler.delete([1]))
-    await settle()
-    tier.land(tier.batches[-1])
-    await removal
-    assert table.log_unknown, "a sync of something else does not bring the clear back"
     await finish(scheduler, tier)
 
 
