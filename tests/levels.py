@@ -22,6 +22,7 @@ COUNTS = {
     "seeds": (500, 20_000, 1_000_000),
     "property examples": (40, 3400, 100_000),
     "corruptions": (1500, 655_360, 2_600_000),
+    "repaired damages": (10, 5000, 50_000),
     "cancelled calls": (200, 10_000, 100_000),
     "lives of churn": (200, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
