@@ -166,7 +166,14 @@ class ThreadsBackend(Backend):
 
     def _start_thread(self, lane: str, number: int) -> None:
         thread = threading.Thread(target=work, args=(self._lanes[lane],), name=f"asynckv-{lane}-{number}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise DiskError(
+                "no thread can be started for the disk: raise ulimit -u, or the limit of tasks of the cgroup",
+                errno=errno.EAGAIN,
+                operation="open",
+            ) from error
         self._threads.append(thread)
 
     def _begin(self, directory: str | os.PathLike[str] | int) -> tuple[bool, int, str]:

@@ -97,9 +97,9 @@ def write_json(values: Mapping[str, Any]) -> None:
     write(json.dumps(values, indent=2, allow_nan=False, default=str))
 
 
-def plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str, several: str = "") -> str:
     """Write a count and what is counted: ``1 block``, ``2,000 blocks``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {several or noun + 's'}"
 
 
 def table(rows: Iterable[tuple[str, str]], *, indent: str = "  ") -> str:

@@ -23,7 +23,7 @@ ALLOWED = {
     "config": FOUNDATION,
     "backends": FOUNDATION | {"backends", "_uring"},
     "tiers": FOUNDATION | {"backends", "checksum", "tiers", "_record"},
-    "blocking": {"cache", "errors"},
+    "blocking": {"buffers", "cache", "errors"},
     "commands": {"", "commands", "config", "errors", "_version"},
     "cli": {"commands", "errors", "_version"},
     "__main__": {"cli"},
