@@ -23,6 +23,8 @@ COUNTS = {
     "property examples": (40, 3400, 100_000),
     "corruptions": (1500, 655_360, 2_600_000),
     "repaired damages": (10, 5000, 50_000),
+    "planted programs": (40, 1000, 1000),
+    "lying lengths": (60, 1000, 1000),
     "cancelled calls": (200, 10_000, 100_000),
     "lives of churn": (200, 2000, 20_000),
     "fault scenarios": (1, 6, 6),

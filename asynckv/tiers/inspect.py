@@ -487,10 +487,8 @@ class Inspector:
     def _indexed_only(self, file: SegmentFile, space: Space) -> None:
         """Blocks that only the snapshot still knows of."""
         for key, place in space.keys.items() if space.indexed else ():
-            if place.segment == file.report.number and place.state == LIVE:
-                data = file.read(place.offset, place.stored)
-                if xxh3_64(data).intdigest() != place.checksum:
-                    space.keys[key] = replace(place, state=LOST)
+            if place.segment == file.report.number and place.state == LIVE and not file.whole(place):
+                space.keys[key] = replace(place, state=LOST)
 
     def _count(self, report: SegmentReport, space: Space, records: Records, damaged: set[int]) -> None:
         """Count records, the newest first; the first sight of a key is final."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from xxhash import xxh3_64_intdigest
+
 from asynckv._record import CHUNK_MAX
 from asynckv.tiers.layout import PAGE, SEGMENT_BYTES_MAX, Seal, SegmentHeader
 from asynckv.tiers.scan import footer_chunk
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from asynckv._record import Records
     from asynckv.tiers.directory import Directory
-    from asynckv.tiers.report import SegmentReport
+    from asynckv.tiers.report import BlockPlace, SegmentReport
 
 __all__ = ["SegmentFile", "footer_chunks", "header_from_seal", "read_range"]
 
@@ -75,6 +77,12 @@ class SegmentFile:
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes of a range; zeros, which verify as nothing, in place of what cannot be read."""
         return read_range(self._fd, offset, length)
+
+    def whole(self, place: BlockPlace) -> bool:
+        """Whether a block's bytes are those that were written. Its place may be anything; only the file is read."""
+        if place.offset + place.stored > self.report.size:
+            return False
+        return bool(xxh3_64_intdigest(self.read(place.offset, place.stored)) == place.checksum)
 
     def run(self, scanner: Generator[tuple[int, int], memoryview, Any]) -> Any:
         """Feed a scanner until it returns."""

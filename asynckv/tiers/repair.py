@@ -328,7 +328,7 @@ class _Rewriter:
         try:
             blocks = self.index[segment.number]
             for key, place in list(blocks.items()):
-                if xxh3_64_intdigest(file.read(place.offset, place.stored)) != place.checksum:
+                if not file.whole(place):
                     del blocks[key]
         finally:
             file.close()
