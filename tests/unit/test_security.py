@@ -168,15 +168,14 @@ async def test_no_command_follows_a_planted_symlink(tmp_path, name):
     assert (victim.read_bytes(), victim.stat().st_mode & 0o777) == (b"do not touch" * 1000, 0o644)
 
 
-@pytest.mark.parametrize(
-    "key", ["../../outside", "/etc/passwd", "a/b", "..", "nul\0byte", "x" * 1024, b"../up", "superblock"]
-)
-async def test_keys_are_no_part_of_any_path(tmp_path, key):
+async def test_keys_are_no_part_of_any_path(tmp_path):
+    keys = ["../../outside", "/etc/passwd", "a/b", "..", "nul\0", "x" * 1024, b"../up", "superblock"]
     async with asynckv.open(tmp_path / "store", **SMALL) as cache:
-        assert await cache.put(key, b"payload")
+        for key in keys:
+            assert await cache.put(key, b"payload")
         await cache.flush()
-        assert bytes(await cache.get(key)) == b"payload"
-        await cache.delete(key)
+        assert [bytes(each) for each in await cache.get_many(keys)] == [b"payload"] * len(keys)
+        assert await cache.delete_many(keys) == len(keys)
     names = [path.name for path in tmp_path.rglob("*")]
     assert all(re.fullmatch(r"store|superblock|lock|spare|index\.snap|\d{16}\.seg", name) for name in names), names
 
