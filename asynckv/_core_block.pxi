@@ -29,7 +29,7 @@ cdef class CacheBlock:
     cdef readonly cnp.ndarray key
     cdef readonly cnp.ndarray value
 
-    def __init__(self, layer_id, key, value):
+    def __init__(self, layer_id=None, key=None, value=None):     # what is missing is named by its check
         self.layer_id = parse_layer(layer_id)
         if not isinstance(key, cnp.ndarray):
             raise TypeError(f"key must be a numpy array, not {type(key).__name__}")
@@ -50,7 +50,11 @@ cdef tuple array_shape(cnp.ndarray a):
 cdef int32_t parse_layer(object layer_id) except? -1:
     if PyBool_Check(layer_id):
         raise TypeError("layer_id must be an int, not bool")
-    cdef object value = operator_index(layer_id)
+    cdef object value
+    try:
+        value = operator_index(layer_id)
+    except TypeError:
+        raise TypeError(f"layer_id must be an int, not {type(layer_id).__name__}") from None
     if not -0x80000000 <= value <= 0x7FFFFFFF:
         raise ValueError("layer_id must fit in signed 32 bits")
     return value

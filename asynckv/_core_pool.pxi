@@ -14,7 +14,7 @@ cdef class Arena:
         self.generation = akv_generation()
         self.base = <char *>akv_map(size)
         if self.base == NULL:
-            raise MemoryError("cannot map the memory pool")
+            raise MemoryError(f"cannot map a memory pool of {size} bytes")
         self.size = self.ready_high = size
 
     def __dealloc__(self):

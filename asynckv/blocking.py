@@ -22,6 +22,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asynckv.buffers import pairs_of, several
 from asynckv.cache import open as open_cache
 from asynckv.errors import ClosedError
 
@@ -264,37 +265,37 @@ class BlockingCache:
 
     def get_many(self, keys: Iterable[Any]) -> list[Any]:
         """Read a batch of blocks in one submission; see :meth:`asynckv.Cache.get_many`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "get_many"))
         return self._runner.run(lambda cache: cache.get_many(wanted))
 
     def get_many_into(self, keys: Iterable[Any], outs: Iterable[Any]) -> list[int | None]:
         """Copy a batch of payloads into buffers; see :meth:`asynckv.Cache.get_many_into`."""
-        wanted, buffers = list(keys), list(outs)
+        wanted, buffers = list(several(keys, "get_many_into")), list(outs)
         return self._runner.run(lambda cache: cache.get_many_into(wanted, buffers))
 
     def submit_get_many_into(self, keys: Iterable[Any], outs: Iterable[Any]) -> Future[list[int | None]]:
         """Start :meth:`get_many_into` and return a future at once; the buffers belong to the call until it is done."""
-        wanted, buffers = list(keys), list(outs)
+        wanted, buffers = list(several(keys, "get_many_into")), list(outs)
         return self._runner.submit(lambda cache: cache.get_many_into(wanted, buffers))
 
     def request(self, keys: Iterable[Any]) -> BlockingRequest:
         """One prompt: ``with cache.request(keys) as r``; see :meth:`asynckv.Cache.request`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "request"))
         return BlockingRequest(self._runner, self._runner.run_plain(lambda cache: cache.request(wanted)))
 
     def stream(self, keys: Iterable[Any]) -> BlockingStream:
         """``for key, block in cache.stream(keys)``: in order, read ahead; see :meth:`asynckv.Cache.stream`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "stream"))
         return BlockingStream(self._runner, self._runner.run_plain(lambda cache: cache.stream(wanted)))
 
     def prefetch(self, keys: Iterable[Any]) -> int:
         """Start loading blocks into memory; see :meth:`asynckv.Cache.prefetch`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "prefetch"))
         return self._runner.run_plain(lambda cache: cache.prefetch(wanted))
 
     def match_prefix(self, keys: Iterable[Any]) -> int:
         """Length of the leading run present in any tier; see :meth:`asynckv.Cache.match_prefix`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "match_prefix"))
         return self._runner.run_plain(lambda cache: cache.match_prefix(wanted))
 
     # -- writing
@@ -305,12 +306,12 @@ class BlockingCache:
 
     def put_many(self, items: Items) -> list[bool]:
         """Store a batch of ``(key, block)`` pairs; see :meth:`asynckv.Cache.put_many`."""
-        pairs = _pairs(items)
+        pairs = pairs_of(items)
         return self._runner.run(lambda cache: cache.put_many(pairs))
 
     def submit_put_many(self, items: Items) -> Future[list[bool]]:
         """Start :meth:`put_many` and return a future at once; the arrays must stay as they are until it is done."""
-        pairs = _pairs(items)
+        pairs = pairs_of(items)
         return self._runner.submit(lambda cache: cache.put_many(pairs))
 
     def reserve(self, key: Any, shape: Any, dtype: Any) -> BlockingReservation:
@@ -347,7 +348,7 @@ class BlockingCache:
 
     def touch(self, keys: Iterable[Any]) -> None:
         """Note a use without reading; see :meth:`asynckv.Cache.touch`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "touch"))
         self._runner.run_plain(lambda cache: cache.touch(wanted))
 
     # -- removing, life cycle
@@ -358,7 +359,7 @@ class BlockingCache:
 
     def delete_many(self, keys: Iterable[Any]) -> int:
         """Remove a batch of blocks; see :meth:`asynckv.Cache.delete_many`."""
-        wanted = list(keys)
+        wanted = list(several(keys, "delete_many"))
         return self._runner.run(lambda cache: cache.delete_many(wanted))
 
     def clear(self) -> None:
@@ -416,7 +417,7 @@ class BlockingRequest:
 
     def put_many(self, items: Items) -> list[bool]:
         """Store blocks as part of this request."""
-        pairs = _pairs(items)
+        pairs = pairs_of(items)
         return self._runner.run(lambda cache: self._request.put_many(pairs))
 
 
@@ -450,10 +451,6 @@ def _enter(runner: _Runner, manager: Any) -> Any:
             kind = type(error)
             runner.submit(lambda cache: manager.__aexit__(kind, kind(), None))
         raise
-
-
-def _pairs(items: Items) -> list[tuple[Any, Any]]:
-    return list(items.items() if isinstance(items, Mapping) else items)
 
 
 class BlockingStream(Iterator[tuple[Any, Any]]):

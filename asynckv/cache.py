@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asynckv._core import Table
-from asynckv.buffers import copy_payload, payload_bytes, writable_bytes
-from asynckv.config import Config
-from asynckv.errors import BlockTooLargeError, ClosedError
+from asynckv.buffers import copy_payload, pairs_of, payload_bytes, several, too_small, writable_bytes
+from asynckv.config import Config, format_size
+from asynckv.errors import AsyncKVError, BlockTooLargeError, ClosedError
 from asynckv.gauges import read_gauges
 from asynckv.pages import Pages
 from asynckv.scheduler import Scheduler
@@ -112,7 +112,26 @@ def open(
         "segment": segment,
         "force": force,
     }
-    return Opening(Config.from_options(directory, options | seams))
+    config = Config.from_options(directory, options | seams)
+    if engine not in ("auto", config.engine):
+        log.info("asynckv: ASYNCKV_ENGINE=%s overrides engine=%r", config.engine, engine)
+    return Opening(config)
+
+
+def _warn_of_room(config: Config, used: int) -> None:
+    """Say so when the file system cannot hold what the cap allows: blocks will be dropped earlier, or writes fail."""
+    try:
+        system = os.statvfs(config.directory)
+    except OSError:
+        return
+    room = system.f_bavail * system.f_frsize + used
+    if config.disk > room:
+        log.warning(
+            "asynckv: disk=%s is more than the %s that the file system of %r has for it: choose less, or make room",
+            format_size(config.disk),
+            format_size(room),
+            config.directory,
+        )
 
 
 class Opening:
@@ -175,8 +194,11 @@ class Cache:
                 table.backed = True
                 if tier.recovering and config.recover == "strict":
                     await cls._recover_strictly(table, tier)
-        except BaseException:
+                _warn_of_room(config, tier.disk_used)
+        except BaseException as error:
             await asyncio.shield(cache._pages.close())
+            if isinstance(error, AsyncKVError):
+                error.about(config.directory)
             raise
         cache._scheduler = Scheduler(cache._loop, table, tier, config, clock, on_turn=cache._pages.look)
         cache._opened = True
@@ -304,7 +326,9 @@ class Cache:
         ValueError
             The buffer is too small or read-only.
         """
-        return (await self.get_many_into((key,), (out,)))[0]
+        self._enter()
+        with self._scheduler.calls:
+            return (await self._get_many_into((key,), (out,), ("the buffer",)))[0]
 
     async def get_many(self, keys: Iterable[Any]) -> list[Any]:
         """Look up a batch of blocks, reloading those that were spilled, in one submission.
@@ -323,7 +347,7 @@ class Cache:
         self._enter()
         request = self._table.request_begin()
         try:
-            return await self._get_many(list(keys))
+            return await self._get_many(list(several(keys, "get_many")))
         finally:
             self._table.request_end(request)
 
@@ -336,23 +360,23 @@ class Cache:
     async def get_many_into(self, keys: Iterable[Any], outs: Iterable[Any]) -> list[int | None]:
         """`get_into` for a batch; one result per key, in order."""
         self._enter()
-        keys, outs = list(keys), list(outs)
+        keys, outs = list(several(keys, "get_many_into")), list(outs)
         if len(keys) != len(outs):
             raise ValueError(f"{len(keys)} keys but {len(outs)} buffers")
         with self._scheduler.calls:
-            return await self._get_many_into(keys, outs)
+            return await self._get_many_into(keys, outs, [f"buffer {index}" for index in range(len(outs))])
 
-    async def _get_many_into(self, keys: Sequence[Any], outs: Sequence[Any]) -> list[int | None]:
+    async def _get_many_into(self, keys: Sequence[Any], outs: Sequence[Any], names: Sequence[str]) -> list[int | None]:
         table = self._table
         targets = []
-        for number, (key, out) in enumerate(zip(keys, outs, strict=True), 1):
+        for number, (key, out, name) in enumerate(zip(keys, outs, names, strict=True), 1):
             if number % TURN_KEYS == 0:
                 await asyncio.sleep(0)
             table.check_key(key)
-            target = writable_bytes(out)
+            target = writable_bytes(out, name)
             size = table.payload_size(key)
             if size > target.nbytes:
-                raise ValueError(f"the buffer has {target.nbytes} bytes, the block {size}")
+                raise too_small(name, target, size)
             targets.append(target)
         results: list[int | None] = [None] * len(keys)
         # In pieces of a quarter of the pool: nothing has to stay pinned once it is copied.
@@ -367,7 +391,7 @@ class Cache:
                 block, blocks[index - start] = blocks[index - start], None
                 if block is not None:
                     await self._scheduler.copy_turn(payload_bytes(block))
-                    size = results[index] = copy_payload(block, targets[index])
+                    size = results[index] = copy_payload(block, targets[index], names[index])
                     if self._turn_is_due(size):
                         await self._turn()
             start = end
@@ -379,7 +403,7 @@ class Cache:
         The keys are the prompt's blocks in order. The eviction policy sees the request as a whole, once, at exit.
         """
         self._enter_plain()
-        keys = list(keys)
+        keys = list(several(keys, "request"))
         for key in keys:
             self._table.check_key(key)
         return Request(self, keys)
@@ -391,7 +415,7 @@ class Cache:
         damage or time-out. Leaving the loop, cancelling or dropping the iterator frees everything at once.
         """
         self._enter_plain()
-        keys = list(keys)
+        keys = list(several(keys, "stream"))
         for key in keys:
             self._table.check_key(key)
         return Stream(self, keys)
@@ -402,12 +426,12 @@ class Cache:
         Uses free or clean room only.
         """
         self._enter()
-        return self._scheduler.prefetch(list(keys))
+        return self._scheduler.prefetch(list(several(keys, "prefetch")))
 
     def match_prefix(self, keys: Iterable[Any]) -> int:
         """Length of the leading run of keys that are in some tier. No I/O, no statistics."""
         self._enter_plain()
-        return self._table.match_prefix(keys)
+        return self._table.match_prefix(several(keys, "match_prefix"))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -436,21 +460,23 @@ class Cache:
         """
         self._enter()
         draft = self._draft(key, block)
-        if draft is None or not self._scheduler.put_now(key, draft):
-            stored = (await self._scheduler.put([(key, draft)]))[0]
-            if draft is None:
-                raise BlockTooLargeError(f"the block cannot fit a pool of {self._table.capacity} bytes", key=key)
+        fits = self._table.fits(draft)
+        if not fits or not self._scheduler.put_now(key, draft):
+            stored = (await self._scheduler.put([(key, draft if fits else None)]))[0]
+            if not fits:
+                pool = self._table.capacity
+                raise BlockTooLargeError(
+                    f"a block of {draft.extent} bytes cannot fit a pool of {pool} bytes", key=key, operation="put"
+                )
             return stored
         if self._turn_is_due(draft.stored):
             await self._turn()
         return True
 
-    def _draft(self, key: Any, block: Any) -> Draft | None:
-        """A checked block, None for one that could never fit."""
-        table = self._table
-        table.check_key(key)
-        draft = table.draft(block)
-        return draft if table.fits(draft) else None
+    def _draft(self, key: Any, block: Any) -> Draft:
+        """A checked block, which may be one that could never fit."""
+        self._table.check_key(key)
+        return self._table.draft(block)
 
     async def put_many(self, items: Iterable[tuple[Any, Any]]) -> list[bool]:
         """Store a batch of (key, block) pairs, or a mapping's, in order; one result each.
@@ -463,8 +489,8 @@ class Cache:
 
     async def _put_many(self, items: Any) -> list[bool]:
         table = self._table
-        pairs = items.items() if hasattr(items, "items") else items
-        drafts = [(key, self._draft(key, block)) for key, block in pairs]
+        checked = [(key, self._draft(key, block)) for key, block in pairs_of(items)]
+        drafts = [(key, draft if table.fits(draft) else None) for key, draft in checked]
         request = table.request_begin()
         try:
             stored = await self._scheduler.put(drafts) if drafts else []
@@ -521,7 +547,7 @@ class Cache:
     def touch(self, keys: Iterable[Any]) -> None:
         """Note a use of these blocks without reading them."""
         self._enter_plain()
-        for key in keys:
+        for key in several(keys, "touch"):
             self._table.touch(key)
 
     # -- removing ------------------------------------------------------------------------------------------------
@@ -545,7 +571,7 @@ class Cache:
     async def delete_many(self, keys: Iterable[Any]) -> int:
         """`delete` for a batch; how many there were."""
         self._enter()
-        keys = list(keys)
+        keys = list(several(keys, "delete_many"))
         for key in keys:
             self._table.check_key(key)
         found = await self._scheduler.delete(list(dict.fromkeys(map(plain_key, keys))))

@@ -104,10 +104,10 @@ def _explain(error: Exception) -> int:
     if isinstance(error, UsageError | StoreLockedError | UnsafeDirectoryError):
         status = USAGE
     elif isinstance(error, MemoryError):
-        text, status = "not enough memory; choose smaller sizes", USAGE
+        text, status = f"not enough memory{f': {text}' if text else ''}; choose smaller sizes", USAGE
     elif isinstance(error, OSError):
         text = error.strerror or text
-        if error.filename is not None:
+        if error.filename is not None and os.fsdecode(error.filename) not in text:
             text = f"{os.fsdecode(error.filename)}: {text}"
         if error.errno in _REFUSALS:
             status = USAGE

@@ -35,6 +35,7 @@ __all__ = [
 
 PAGE = 4096
 MEMORY_MIN = 64  # one extent of the smallest kind
+MEMORY_END = 1 << 46  # offsets into the pool are made for less; a process has twice as many addresses
 MEMORY_SHARE_MAX = 0.8  # of what the cgroup or the machine has; more needs force=True
 SEGMENTS_MIN = 4  # below that, reclaiming one segment would throw away most of the store
 SEGMENT_MIN = 64 << 10
@@ -255,6 +256,8 @@ class Config:
         memory = parse_size(self.memory, "memory")
         if memory < MEMORY_MIN:
             raise ValueError(f"memory={self.memory!r}: the pool has to be at least {MEMORY_MIN} bytes")
+        if memory >= MEMORY_END:
+            raise ValueError(f"memory={self.memory!r}: no process can map a pool of {format_size(MEMORY_END)} or more")
         if not self.force:
             limit = memory_limit()
             if memory > limit * MEMORY_SHARE_MAX:

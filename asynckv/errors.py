@@ -60,6 +60,12 @@ class AsyncKVError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    def about(self, path: str) -> None:
+        """Name the store's directory in the text, unless it is there."""
+        if path not in self.message:
+            self.message = f"{self.message} (in {path!r})"
+            self.args = (self.message,)
+
 
 class ClosedError(AsyncKVError):
     """The cache was closed before the call."""
@@ -133,6 +139,11 @@ class UnsafeDirectoryError(AsyncKVError, PermissionError):
         self.errno = errno
         self.strerror = message
 
+    def about(self, path: str) -> None:
+        """Name the store's directory in the text, unless it is there."""
+        super().about(path)
+        self.strerror = self.message
+
 
 class DiskError(AsyncKVError, OSError):
     """The disk could not do what a caller was promised, such as a flush.
@@ -158,3 +169,8 @@ class DiskError(AsyncKVError, OSError):
         AsyncKVError.__init__(self, message, tier=tier, operation=operation, key=key, offset=offset)
         self.errno = errno
         self.strerror = message
+
+    def about(self, path: str) -> None:
+        """Name the store's directory in the text, unless it is there."""
+        super().about(path)
+        self.strerror = self.message

@@ -169,7 +169,8 @@ class ThreadsBackend(Backend):
         try:
             thread.start()
         except RuntimeError as error:
-            raise OSError(errno.EAGAIN, "the system has no more threads") from error
+            text = "no thread can be started for the disk: raise ulimit -u, or the limit of tasks of the cgroup"
+            raise OSError(errno.EAGAIN, text) from error
         self._threads.append(thread)
 
     def _begin(self, directory: str | os.PathLike[str] | int) -> tuple[bool, int, str]:

@@ -19,6 +19,7 @@ from asynckv.commands.output import (
     about,
     open_store,
     path,
+    plural,
     run,
     table,
     write,
@@ -155,7 +156,9 @@ async def _trace_scenario(directory: str, progress: Progress) -> dict[str, Any]:
     requests = list(generate(TRACE_SEED, blocks=blocks))
 
     def step(replay: Replay) -> None:
-        progress.update(replay.requests / len(requests), f"{replay.block_hits:,} hits, {replay.wrong_blocks} wrong")
+        progress.update(
+            replay.requests / len(requests), f"{plural(replay.block_hits, 'hit')}, {replay.wrong_blocks:,} wrong"
+        )
 
     return await replay_requests(
         requests, directory, block_bytes=TRACE_BLOCK, memory=TRACE_POOL, disk=TRACE_DISK, step=step

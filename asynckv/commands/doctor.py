@@ -22,7 +22,19 @@ import xxhash
 
 from asynckv._version import __version__
 from asynckv.backends import probes
-from asynckv.commands.output import ENGINE_ADVICE, FAILED, OK, Progress, engine_override, path, run, write, write_json
+from asynckv.commands.output import (
+    ENGINE_ADVICE,
+    FAILED,
+    OK,
+    Progress,
+    about,
+    engine_override,
+    path,
+    plural,
+    run,
+    write,
+    write_json,
+)
 from asynckv.config import MEMORY_SHARE_MAX, SEGMENT_MIN, SEGMENTS_MIN, Config, format_size
 from asynckv.tiers.inspect import look_at
 
@@ -84,11 +96,15 @@ def add_parser(commands: Any) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run ``asynckv doctor``."""
-    directory = arguments.dir
-    os.close(os.open(directory, os.O_PATH | os.O_DIRECTORY))  # raises for what is none; needs no right to read it
+    directory, missing = _nearest(arguments.dir)
+    with about(arguments.dir):
+        os.close(os.open(directory, os.O_PATH | os.O_DIRECTORY))  # raises for what is none; needs no right to read it
     speeds: dict[str, Any] = {}
     with Progress("doctor") as progress, _signals_unwind():
         checks = _examine(directory, speeds, progress)
+    if missing:
+        found = f"{arguments.dir} does not exist yet: looked at {os.path.abspath(directory)}, where it would be made"
+        checks.insert(0, Check("place", "OK", found))
     counts = {status: sum(check.status == status for check in checks) for status in ("OK", "WARN", "FAIL")}
     if arguments.json:
         values = {"directory": os.path.abspath(directory), "version": __version__, "ok": not counts["FAIL"]}
@@ -98,6 +114,20 @@ def main(arguments: argparse.Namespace) -> int:
         _show(checks)
         write(f"{counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL")
     return FAILED if counts["FAIL"] else OK
+
+
+def _nearest(directory: str) -> tuple[str, bool]:
+    """The directory, or of its parents the nearest that exists, and whether it is such a parent."""
+    place = directory
+    while True:
+        try:
+            os.lstat(place)
+        except FileNotFoundError:
+            place = os.path.dirname(place.rstrip("/")) or ("/" if place.startswith("/") else ".")
+        except OSError:
+            return directory, False
+        else:
+            return place, place != directory
 
 
 def _show(checks: list[Check]) -> None:
@@ -208,7 +238,8 @@ def _memlock() -> Check:
 def _cpu() -> Check:
     machine, usable, present = probes.cpu_flags()
     text = (
-        f"{machine}, {usable} CPUs usable; has {' '.join(present) or 'no known features'}; used: the baseline of "
+        f"{machine}, {plural(usable, 'CPU')} usable; has {' '.join(present) or 'no known features'}; "
+        "used: the baseline of "
         f"{machine}, and for checksums XXH3 {xxhash.XXHASH_VERSION}"
     )
     if usable < 2:
@@ -351,7 +382,12 @@ def _speed(engine: str, directory: str, speeds: dict[str, Any]) -> Check:
         f"p50 alone {result.read_p50 * 1e6:,.0f} us; {'direct' if result.direct else 'buffered'}"
     )
     if result.wrong:
-        return Check(name, "FAIL", f"{text}; {result.wrong} WRONG READS", "do not use this disk; check the system log")
+        return Check(
+            name,
+            "FAIL",
+            f"{text}; {plural(result.wrong, 'WRONG READ', 'WRONG READS')}",
+            "do not use this disk; check the system log",
+        )
     if result.engine != engine:
         return Check(name, "WARN", f"{text}; {result.engine} did it", "the ring was refused half-way; see io_uring")
     if min(result.write_rate, result.read_rate) < SLOW_RATE or result.read_p50 > SLOW_READ:

@@ -29,6 +29,7 @@ __all__ = [
     "engine_override",
     "open_store",
     "path",
+    "plural",
     "run",
     "table",
     "write",
@@ -94,6 +95,11 @@ def write(text: str) -> None:
 def write_json(values: Mapping[str, Any]) -> None:
     """Write one JSON object."""
     write(json.dumps(values, indent=2, allow_nan=False, default=str))
+
+
+def plural(number: int, noun: str, several: str = "") -> str:
+    """Write a count and what is counted: ``1 block``, ``2,000 blocks``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {several or noun + 's'}"
 
 
 def table(rows: Iterable[tuple[str, str]], *, indent: str = "  ") -> str:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import Any
 
 from asynckv.commands.output import (
@@ -17,6 +17,7 @@ from asynckv.commands.output import (
     choose_loop,
     open_store,
     path,
+    plural,
     run,
     table,
     write,
@@ -125,7 +126,10 @@ async def _replay_file(arguments: argparse.Namespace, progress: Progress) -> dic
 
     def step(replay: Replay) -> None:
         done = max(share, replay.requests / arguments.limit) if arguments.limit else share
-        progress.update(done, f"{replay.requests:,} requests, {replay.block_hits:,} hits, {replay.wrong_blocks} wrong")
+        progress.update(
+            done,
+            f"{plural(replay.requests, 'request')}, {plural(replay.block_hits, 'hit')}, {replay.wrong_blocks:,} wrong",
+        )
 
     async with contextlib.AsyncExitStack() as stack:
         directory = arguments.dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="asynckv-replay-"))
@@ -135,8 +139,11 @@ async def _replay_file(arguments: argparse.Namespace, progress: Progress) -> dic
                 memory = arguments.memory_blocks * await occupied_bytes(probe, arguments.block_bytes)
         requests = await stack.enter_async_context(contextlib.aclosing(read_trace(arguments.trace, progress=read)))
         try:
+            first = await anext(requests, None)
+            if first is None:
+                raise UsageError(f"{arguments.trace}: there is no request in it")
             return await replay_requests(
-                requests,
+                _from(first, requests),
                 directory,
                 block_bytes=arguments.block_bytes,
                 memory=memory,
@@ -148,6 +155,12 @@ async def _replay_file(arguments: argparse.Namespace, progress: Progress) -> dic
             )
         except TraceError as error:
             raise UsageError(f"{arguments.trace}: {error}") from None
+
+
+async def _from(first: Request, rest: AsyncIterable[Request]) -> AsyncGenerator[Request, None]:
+    yield first
+    async for each in rest:
+        yield each
 
 
 async def replay_requests(
@@ -177,7 +190,7 @@ async def replay_requests(
         seconds = time.perf_counter() - started
     closed = time.perf_counter() - started - seconds
     stats = cache.stats()
-    return {
+    results = {
         **replay.as_dict(),
         "seconds": seconds,
         "close_seconds": closed,
@@ -189,8 +202,10 @@ async def replay_requests(
         "memory": stats.memory_capacity,
         "disk": stats.disk_capacity,
         "block_bytes": block_bytes,
-        "stats": stats.as_dict(),
     }
+    here = results.keys() | {"memory_capacity", "disk_capacity"}
+    results["stats"] = {name: value for name, value in stats.as_dict().items() if name not in here}
+    return results
 
 
 def report_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -234,8 +249,9 @@ def report_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
 def verdict(results: dict[str, Any]) -> str:
     """Say in one sentence how it went."""
     if results["wrong_blocks"]:
-        return f"FAILED: {results['wrong_blocks']:,} of {results['block_hits']:,} blocks came back with wrong bytes."
+        hits = plural(results["block_hits"], "block")
+        return f"FAILED: {results['wrong_blocks']:,} of {hits} came back with wrong bytes."
     return (
-        f"All {results['block_hits']:,} blocks that came back were right to the last byte: "
+        f"{plural(results['block_hits'], 'block')} came back, right to the last byte: "
         f"{results['memory_hits']:,} from memory, {results['disk_hits']:,} from disk."
     )

@@ -7,15 +7,31 @@ of a store in use is a moment's picture, and a batch half written may be in it. 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import stat
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from asynckv._record import BLOCK, CHUNK_MAX, CLEAR, TOMBSTONE
+from xxhash import xxh3_64
+
+from asynckv._record import (
+    BLOCK,
+    CHUNK_MAX,
+    CLEAR,
+    KIND_SNAPSHOT,
+    TOMBSTONE,
+    find_chunk,
+    parse_body,
+    read_chunk,
+    read_trailer,
+)
+from asynckv.blocks import namespace_digest
 from asynckv.errors import CorruptStoreError, UnsafeDirectoryError
 from asynckv.tiers.directory import Directory
 from asynckv.tiers.layout import (
+    LOG_START,
+    NUMBER_MAX,
     PAGE,
-    SEGMENT_BYTES_MAX,
     SNAPSHOT_NAME,
     SPARE_NAME,
     SUPERBLOCK_NAME,
@@ -23,128 +39,30 @@ from asynckv.tiers.layout import (
     SegmentHeader,
     SnapshotHead,
     decode_superblock,
+    encode_superblock,
     parse_segment_name,
     segment_seed,
+    snapshot_seed,
 )
-from asynckv.tiers.scan import footer_chunk, scan_segment, verify_batch
+from asynckv.tiers.offline import SegmentFile, footer_chunks, header_from_seal, read_range
+from asynckv.tiers.recovery import LOST_NUMBERS_MAX
+from asynckv.tiers.report import LIVE, LOST, REMOVED, BlockPlace, DirectoryReport, SegmentReport, Space
+from asynckv.tiers.scan import scan_segment, verify_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Iterable
 
     from asynckv._record import Records
+    from asynckv.tiers.scan import Found, Scan
 
-__all__ = ["DirectoryReport", "SegmentReport", "inspect_directory", "look_at", "verify_directory"]
+__all__ = ["DirectoryReport", "SegmentReport", "inspect_directory", "is_store", "look_at", "verify_directory"]
 
-_Keys = dict[tuple[bytes, int, bytes], tuple[int, int]]  # namespace, key kind, key -> segment, stored bytes; 0 removed
-
-
-@dataclass(slots=True)
-class SegmentReport:
-    """One segment file.
-
-    Attributes
-    ----------
-    number, name, size, allocated
-        The file.
-    state
-        ``"sealed"``, ``"open"`` (no seal: in use, or left by a crash), ``"foreign"`` (another store), ``"unreadable"``.
-    namespace
-        First 8 bytes of the namespace's digest, in hex.
-    batches, records, blocks, tombstones, clears
-        What it holds; superseded records count.
-    stored_bytes, live_blocks, live_bytes
-        Stored bytes of all its blocks, and those that no newer record supersedes.
-    damage
-        Texts, one for each damaged place.
-    """
-
-    number: int
-    name: str
-    size: int
-    allocated: int
-    state: str = "unreadable"
-    namespace: str = ""
-    batches: int = 0
-    records: int = 0
-    blocks: int = 0
-    tombstones: int = 0
-    clears: int = 0
-    stored_bytes: int = 0
-    live_blocks: int = 0
-    live_bytes: int = 0
-    damage: list[str] = field(default_factory=list)
-
-    @property
-    def dead_bytes(self) -> int:
-        """Stored bytes that newer records superseded."""
-        return self.stored_bytes - self.live_bytes
+WINDOW_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
-class DirectoryReport:
-    """A whole store.
-
-    Attributes
-    ----------
-    path, store_id
-        The directory and the store's id in hex, empty when the superblock is bad.
-    allocated
-        Bytes allocated under the directory.
-    segments
-        By number.
-    snapshot
-        ``"none"``, ``"valid head"`` or ``"damaged"``.
-    spare_bytes
-        Size of the spare file.
-    verified_blocks, verified_bytes, corrupt_blocks
-        Of `verify_directory`: payloads read, and how many of them were wrong.
-    damage
-        Damaged places outside the segments.
-    """
-
-    path: str
-    store_id: str = ""
-    allocated: int = 0
-    segments: list[SegmentReport] = field(default_factory=list)
-    snapshot: str = "none"
-    spare_bytes: int = 0
-    verified_blocks: int = 0
-    verified_bytes: int = 0
-    corrupt_blocks: int = 0
-    damage: list[str] = field(default_factory=list)
-
-    def _sum(self, name: str) -> int:
-        return sum(getattr(segment, name) for segment in self.segments)
-
-    @property
-    def records(self) -> int:
-        """Records in all segments."""
-        return self._sum("records")
-
-    @property
-    def live_blocks(self) -> int:
-        """Blocks that no newer record supersedes, over all namespaces."""
-        return self._sum("live_blocks")
-
-    @property
-    def live_bytes(self) -> int:
-        """Their stored bytes."""
-        return self._sum("live_bytes")
-
-    @property
-    def dead_bytes(self) -> int:
-        """Stored bytes that were superseded and wait for their segment to be reclaimed."""
-        return self._sum("dead_bytes")
-
-    @property
-    def all_damage(self) -> list[str]:
-        """Every damaged place."""
-        return self.damage + [f"{s.name}: {text}" for s in self.segments for text in s.damage]
-
-    @property
-    def ok(self) -> bool:
-        """No damage was found."""
-        return not self.all_damage and not self.corrupt_blocks
+def is_store(names: Iterable[str]) -> bool:
+    """Whether a directory with these names in it is a store's."""
+    return any(name == SUPERBLOCK_NAME or parse_segment_name(name) is not None for name in names)
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[bool, int | None, str]:
@@ -156,8 +74,7 @@ def look_at(path: str | os.PathLike[str]) -> tuple[bool, int | None, str]:
         The process that has it open: 0 for one that cannot be named, None for nobody. Why it would be refused as a
         store's directory; empty when it would not.
     """
-    names = os.listdir(path)
-    store = SUPERBLOCK_NAME in names or any(parse_segment_name(name) is not None for name in names)
+    store = is_store(os.listdir(path))
     try:
         directory = Directory.open(path, create=False)
     except UnsafeDirectoryError as error:
@@ -182,7 +99,7 @@ def inspect_directory(path: str | os.PathLike[str]) -> DirectoryReport:
     """
     directory = Directory.open(path, create=False)
     try:
-        return _Inspector(directory, verify=False).run()
+        return Inspector(directory, verify=False).run()
     finally:
         directory.close()
 
@@ -197,7 +114,7 @@ def verify_directory(
     path
         The directory.
     progress
-        Called with (bytes done, bytes in all) after each batch.
+        Called with (bytes done, bytes in all) now and then.
 
     Raises
     ------
@@ -208,16 +125,28 @@ def verify_directory(
     """
     directory = Directory.open(path, create=False)
     try:
-        names = os.listdir(directory.fd)
-        if SUPERBLOCK_NAME not in names and not any(parse_segment_name(name) is not None for name in names):
+        if not is_store(os.listdir(directory.fd)):
             raise CorruptStoreError(f"{directory.path!r} is not a store", tier="disk", operation="verify")
         directory.lock()
-        return _Inspector(directory, verify=True, progress=progress).run()
+        return Inspector(directory, verify=True, progress=progress).run()
     finally:
         directory.close()
 
 
-class _Inspector:
+class Inspector:
+    """One look at a directory; `run` gives the report.
+
+    Parameters
+    ----------
+    directory
+        Open; locked, when payloads are to be verified.
+    verify
+        Read the payloads too, and hold what the segments say of each other against what is there: of a store in use
+        that changes while one looks.
+    progress
+        Called with (bytes done, bytes in all) now and then.
+    """
+
     def __init__(
         self, directory: Directory, *, verify: bool, progress: Callable[[int, int], object] | None = None
     ) -> None:
@@ -225,16 +154,46 @@ class _Inspector:
         self.verify = verify
         self.progress = progress
         self.report = DirectoryReport(directory.path)
+        self.spaces = self.report.spaces
+        self.files: list[SegmentFile] = []
         self.total = 0
         self.done = 0
-        self.newest: _Keys = {}
-        self.cleared: set[bytes] = set()
+        self.oldest_live = 0
+        self.unreadable: list[int] = []  # files without a trace of any segment
 
     def run(self) -> DirectoryReport:
+        """Look at everything."""
+        self._list()
+        for file in self.files:
+            file.peek()
+        store_id = self._superblock()
+        digests = {
+            known.namespace: None for file in self.files for known in (file.header, file.seal) if known is not None
+        }
+        self._snapshot(store_id, digests)
+        digests[namespace_digest(None)] = None
+        for file in sorted(self.files, key=lambda each: -each.report.number):
+            if file.error or not file.sized:
+                file.report.damage.append(
+                    f"cannot be opened: {file.error}" if file.error else "not the size of a segment"
+                )
+                continue
+            if not file.open():
+                continue  # reclaimed since
+            try:
+                self._segment(file, store_id, list(digests))
+            finally:
+                file.close()
+            self.done += 0 if self.verify else file.report.size
+        self._live()
+        return self.report
+
+    def _list(self) -> None:
         report = self.report
-        found = []
-        strangers = True
-        for name in sorted(os.listdir(self.directory.fd)):
+        names = sorted(os.listdir(self.directory.fd))
+        if not is_store(names):
+            raise CorruptStoreError(f"{report.path!r} is not a store", tier="disk", operation="inspect")
+        for name in names:
             try:
                 info = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
             except FileNotFoundError:
@@ -243,41 +202,23 @@ class _Inspector:
             report.allocated += allocated
             number = parse_segment_name(name)
             if number is not None:
-                found.append(SegmentReport(number, name, info.st_size, allocated))
+                segment = SegmentReport(number, name, info.st_size, allocated, info.st_mtime)
+                report.segments.append(segment)
                 self.total += info.st_size
+                file = SegmentFile(self.directory, segment)
+                if not stat.S_ISREG(info.st_mode):
+                    file.error = "not a plain file"
+                self.files.append(file)
             elif name == SPARE_NAME:
                 report.spare_bytes = info.st_size
-            strangers &= number is None and name != SUPERBLOCK_NAME
-        if strangers:
-            raise CorruptStoreError(f"{report.path!r} is not a store", tier="disk", operation="inspect")
-        store_id = self._superblock()
-        self._snapshot(store_id)
-        for segment in sorted(found, key=lambda each: -each.number):
-            try:
-                fd = os.open(segment.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd)
-            except FileNotFoundError:
-                continue  # reclaimed since
-            except OSError as error:
-                segment.damage.append(f"cannot be opened: {error.strerror}")
-                report.segments.append(segment)
-                continue
-            try:
-                store_id = self._segment(segment, fd, store_id)
-            finally:
-                os.close(fd)
-            report.segments.append(segment)
-            self.done += 0 if self.verify else segment.size
-        report.segments.reverse()
-        self._live()
-        return report
 
     # -- the small files -----------------------------------------------------------------------------------------
 
     def _small(self, name: str, limit: int) -> bytes | None:
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd)
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.directory.fd)
         except OSError:
-            return None
+            return None if name not in os.listdir(self.directory.fd) else b""
         try:
             return os.pread(fd, limit, 0)
         except OSError:
@@ -286,152 +227,306 @@ class _Inspector:
             os.close(fd)
 
     def _superblock(self) -> bytes:
+        """The store id: from the superblock, else what most segments say, as at an opening."""
         data = self._small(SUPERBLOCK_NAME, 1 << 16)
         store_id = decode_superblock(data) if data is not None else None
-        if store_id is None:
-            self.report.damage.append("the superblock is missing" if data is None else "the superblock is damaged")
-            return b""
-        self.report.store_id = store_id.hex()
-        return store_id
+        if store_id is not None:
+            self.report.store_id = store_id.hex()
+            if data != encode_superblock(store_id):
+                self.report.damage.append("one copy of the superblock is damaged")
+            return store_id
+        self.report.damage.append("the superblock is missing" if data is None else "the superblock is damaged")
+        votes = Counter(file.header.store_id for file in self.files if file.header is not None)
+        return votes.most_common(1)[0][0] if votes else b""
 
-    def _snapshot(self, store_id: bytes) -> None:
+    def _snapshot(self, store_id: bytes, digests: dict[bytes, None]) -> None:
         data = self._small(SNAPSHOT_NAME, 1 << 16)
         if data is None:
             return
         head = SnapshotHead.decode(data)
-        if head is not None and head.store_id == store_id:
-            self.report.snapshot = "valid head"
-        else:
+        if head is None or head.store_id != store_id or (self.verify and not self._entries(head)):
             self.report.snapshot = "damaged"
             self.report.damage.append("the index snapshot is damaged")
+            return
+        self.report.snapshot = "valid head"
+        digests[head.namespace] = None
+
+    def _entries(self, head: SnapshotHead) -> bool:
+        """Read the whole snapshot into its namespace; False when it is damaged."""
+        seed = snapshot_seed(head.store_id, head.namespace)
+        start = SnapshotHead.head_bytes(len(head.segments))
+        numbers = [number for number, _ in head.segments]
+        space = Space(head.namespace, indexed=True)
+        fd = os.open(SNAPSHOT_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd)
+        total = 0
+        try:
+            size = os.fstat(fd).st_size
+            for chunk in range(head.chunks):
+                place = start + chunk * head.chunk_bytes
+                if place >= size or head.chunk_bytes > CHUNK_MAX:
+                    return False
+                data = read_range(fd, place, min(head.chunk_bytes, size - place))
+                header = read_chunk(data, 0, KIND_SNAPSHOT, seed, place)
+                records = None if header is None else parse_body(data, 0, header, LOG_START, n_segments=len(numbers))
+                if records is None:
+                    return False
+                total += len(records)
+                for index in range(len(records)):
+                    _, kind, key, desc, offset, stored, checksum, listed = records.get(index)
+                    entry = BlockPlace(LIVE, numbers[listed], offset, stored, checksum, desc or b"")
+                    space.keys[kind, key] = entry
+        finally:
+            os.close(fd)
+        if total != head.entries:
+            return False
+        if any(file.report.number not in numbers and _may_be_of(file, head) for file in self.files):
+            return False  # older than the log
+        gone = set(numbers) - {file.report.number for file in self.files if _may_be_of(file, head)}
+        self.report.damage += [f"segment {number} is missing" for number in sorted(gone)]
+        space.broken = bool(gone)
+        for name, entry in space.keys.items():
+            if entry.segment in gone:
+                space.keys[name] = replace(entry, state=LOST)
+        self.spaces[head.namespace] = space
+        return True
 
     # -- segments ------------------------------------------------------------------------------------------------
 
-    def _segment(self, report: SegmentReport, fd: int, store_id: bytes) -> bytes:
-        """Fill one report; the store id, which the newest segment stands in for when the superblock is bad."""
-        if not 2 * PAGE <= report.size <= SEGMENT_BYTES_MAX:
-            report.damage.append("not the size of a segment")
-            return store_id
-        last = report.size // PAGE * PAGE - PAGE
-        header = SegmentHeader.decode(self._read(fd, 0, PAGE))
-        seal = Seal.decode(self._read(fd, last, PAGE), last)
-        if seal is not None and seal.number != report.number:
+    def _segment(self, file: SegmentFile, store_id: bytes, digests: list[bytes]) -> None:
+        report, header, seal = file.report, file.header, file.seal
+        if seal is not None and seal.store_id != store_id:
             seal = None
-        if header is None and seal is not None:
+        if header is not None and (header.store_id != store_id or header.number != report.number):
+            if seal is None:
+                report.state = "foreign" if header.store_id != store_id else "misplaced"
+                if report.state == "misplaced":
+                    report.damage.append(f"this is segment {header.number} under another name")
+                return
+            header = None
+        if header is not None and seal is not None and seal.namespace != header.namespace:
+            seal = None
+        if header is None:
             report.damage.append("the header is damaged")
-        known = header if header is not None else seal
-        if known is None:
-            report.damage.append("the header is damaged")
-            return store_id
-        if not store_id:
-            store_id = known.store_id
-        if known.store_id != store_id or known.number != report.number:
-            report.state = "foreign"
-            return store_id
+            header = header_from_seal(seal) if seal is not None else self._guess(file, store_id, digests)
+        if header is None or report.number >= NUMBER_MAX:
+            self._orphan(file)
+            for space in self.spaces.values():
+                self._indexed_only(file, space)
+            return
         report.state = "open" if seal is None else "sealed"
-        report.namespace = known.namespace[:8].hex()
-        seed = segment_seed(known.store_id, known.namespace, report.number)
-        if seal is not None and not self.verify and self._footer(report, fd, seed, seal, known.namespace):
-            return store_id
-        self._scan(report, fd, seed, seal, known)
-        return store_id
+        space = self.spaces.setdefault(header.namespace, Space(header.namespace))
+        report.namespace = space.name
+        self.oldest_live = max(self.oldest_live, header.oldest_live, seal.oldest_live if seal is not None else 0)
+        if report.number < self.oldest_live:
+            report.state = "dead"
+            return
+        if space.indexed and seal is None:  # a snapshot lists sealed ones only
+            report.damage.append("the seal is damaged")
+            space.sealed_upto = max(space.sealed_upto, report.number)
+        skipped = self.verify and not space.indexed and self._chain(report, space, header, seal)
+        ended, space.ended = space.ended, space.ended or skipped
+        self._contents(file, space, header, seal)
+        if skipped:
+            space.ended = ended
 
-    def _read(self, fd: int, offset: int, length: int) -> memoryview:
-        data = bytearray(length)
-        view = memoryview(data)
-        done = 0
-        try:
-            while done < length:
-                got = os.preadv(fd, [view[done:]], offset + done)
-                if not got:
-                    break
-                done += got
-        except OSError:
-            pass  # zeros: they verify as nothing
-        return view
+    def _guess(self, file: SegmentFile, store_id: bytes, digests: list[bytes]) -> SegmentHeader | None:
+        """A header that the file's records prove, under one of the namespaces that are known."""
+        number = file.report.number
+        for digest in digests:
+            scan: Scan = file.run(scan_segment(file.report.size, segment_seed(store_id, digest, number)))
+            first = scan.batches[0].header if scan.batches else scan.claim_page
+            if first is not None:
+                return SegmentHeader(
+                    store_id=store_id,
+                    namespace=digest,
+                    number=number,
+                    oldest_live=min(int(first.oldest_live), number),
+                    sequence=int(first.sequence),
+                    size=file.report.size,
+                    sealed_upto=min(int(first.sealed_upto), number),
+                    previous=min(int(first.previous), max(number - 1, 0)),
+                )
+        return None
 
-    def _run(self, fd: int, scanner: Generator[tuple[int, int], memoryview, Any]) -> Any:
-        try:
-            want = next(scanner)
-            while True:
-                want = scanner.send(self._read(fd, *want))
-        except StopIteration as end:
-            return end.value
+    def _orphan(self, file: SegmentFile) -> None:
+        """Nothing in it is of a namespace that we know. Are there records of one that we do not know?"""
+        if not SegmentHeader.traced(file.read(0, PAGE)):
+            self.unreadable.append(file.report.number)
+        for start in range(0, file.report.size // PAGE * PAGE, WINDOW_BYTES):
+            data = file.read(start, min(WINDOW_BYTES, file.report.size // PAGE * PAGE - start))
+            if find_chunk(data, 0, len(data)) >= 0:
+                file.report.orphaned = True
+                file.report.damage.append("it holds records of a namespace that no other file names")
+                break
 
-    def _chunks(self, fd: int, seed: int, seal: Seal) -> list[Records] | None:
-        """The footer, last chunk first; None when it is damaged."""
-        chunks: list[Records] = []
-        offset, length, left = seal.footer, seal.footer_bytes, seal.records
-        while length:
-            chunk = None
-            if length <= CHUNK_MAX and not length % PAGE:
-                chunk = footer_chunk(self._read(fd, offset, length), offset, seed, seal)
-            if chunk is None:
-                return None
-            records, offset, length = chunk
-            chunks.append(records)
-            left -= len(records)
-        return None if left else chunks
+    def _chain(self, report: SegmentReport, space: Space, header: SegmentHeader, seal: Seal | None) -> bool:
+        """Hold a segment against what newer ones say of it; whether an opening would leave it out."""
+        known = {file.report.number for file in self.files}
+        newest = space.expected is None
+        if not newest and space.expected is not None and report.number > space.expected:
+            return True  # it was given up before the newer ones were made
+        missing = None if space.expected in (None, report.number) else space.expected
+        if newest and seal is not None and seal.next > report.number and seal.next not in known:
+            missing = seal.next
+        if missing is not None and missing >= max(self.oldest_live, 1):
+            report.damage.append(f"segment {missing}, which was newer, is missing")
+            space.ended = space.broken = True
+        alone = all(f.header is None or f.header.namespace == space.digest for f in self.files)
+        if newest and alone and any(0 < each - report.number <= LOST_NUMBERS_MAX for each in self.unreadable):
+            space.ended = True  # one of them may have been newer, and have replaced or removed anything
+        space.sealed_upto = max(space.sealed_upto, header.sealed_upto)
+        if seal is None and report.number <= space.sealed_upto:
+            report.damage.append("the seal is damaged")
+        space.expected = seal.previous if seal is not None else header.previous
+        return False
 
-    def _footer(self, report: SegmentReport, fd: int, seed: int, seal: Seal, namespace: bytes) -> bool:
-        chunks = self._chunks(fd, seed, seal)
-        if chunks is None:
+    def _contents(self, file: SegmentFile, space: Space, header: SegmentHeader, seal: Seal | None) -> None:
+        report = file.report
+        seed = segment_seed(header.store_id, header.namespace, report.number)
+        chunks = footer_chunks(file, seed, seal) if seal is not None else None
+        if seal is not None and chunks is None:
             report.damage.append("the footer is damaged")
-            return False
-        report.batches = seal.batches
-        for records in chunks:
-            self._count(report, records, namespace)
-        return True
+        if chunks is None:
+            scan: Scan = file.run(scan_segment(report.size, seed))
+            self._scanned(file, space, header, seal, scan, seed)
+        else:
+            assert seal is not None
+            report.batches, report.complete = seal.batches, True
+            for records in chunks:
+                self._count(report, space, records, self._damaged(file, records))
+            space.ended |= seal.lossy
+            space.expected_good = seal.previous_good
+            if self.verify:
+                scan = file.run(scan_segment(report.size, seed))
+                if scan.cut(header.sequence, seal.batches, seal.last_sequence) is not None:
+                    report.damage.append("batches that had been written are missing")
+                for found in scan.batches:
+                    self._copies(file, found, seed, seal.durable)
+        if not report.complete:
+            self._indexed_only(file, space)
+        self._step(0)
 
-    def _scan(self, report: SegmentReport, fd: int, seed: int, seal: Seal | None, known: SegmentHeader | Seal) -> None:
-        scan = self._run(fd, scan_segment(report.size, seed))
+    def _scanned(
+        self, file: SegmentFile, space: Space, header: SegmentHeader, seal: Seal | None, scan: Scan, seed: int
+    ) -> None:
+        """A segment without a footer, batch by batch; the same decisions as in recovery."""
+        report = file.report
         report.batches = len(scan.batches)
         limit = seal.durable if seal is not None else scan.durable_below
-        expected = (seal.batches, seal.last_sequence) if seal is not None else (-1, -1)
-        if scan.cut(known.sequence, *expected) is not None:
+        if seal is None and 0 < space.expected_good <= len(scan.batches):
+            limit = max(limit, scan.batches[space.expected_good - 1].end)
+        if seal is not None:
+            cut = scan.cut(header.sequence, seal.batches, seal.last_sequence)
+        elif scan.footer_batches >= 0:
+            cut = scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
+        elif self.verify and (report.number <= space.sealed_upto or report.size < header.size):
+            cut = len(scan.batches)
+        else:
+            cut = scan.cut(header.sequence, space.expected_good)
+        if cut is not None:
             report.damage.append("batches that had been written are missing")
-        if self.verify and seal is not None and self._chunks(fd, seed, seal) is None:
-            report.damage.append("the footer is damaged")
-        for found in reversed(scan.batches):
-            durable = found.offset < limit
-            if found.repaired and durable:
-                report.damage.append(f"the batch at {found.offset} has a damaged header")
-            records = found.records()
-            if self.verify:
-                bad = self._run(fd, verify_batch(found))
-                for index in bad:
-                    records.discard(index)
-                blocks = records.locations()
-                self.report.verified_blocks += len(blocks) + len(bad)
-                self.report.verified_bytes += records.stored_bytes
-                if durable and bad:
-                    self.report.corrupt_blocks += len(bad)
-                    report.damage.append(f"the batch at {found.offset} has {len(bad)} damaged blocks")
-                self.done += found.end - found.offset
-                if self.progress is not None:
-                    self.progress(self.done, self.total)
-            self._count(report, records, known.namespace)
+        report.complete = cut is None
+        for index in range(len(scan.batches) - 1, -1, -1):
+            found = scan.batches[index]
+            space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))
+            space.ended |= cut is not None and index < cut
+            records, damaged = found.records(), set[int]()
+            if self.verify and found.offset >= limit:
+                for torn in file.run(verify_batch(found)):  # it never was acknowledged: what was there before counts
+                    records.discard(torn)
+            elif self.verify:
+                damaged = self._damaged(file, records)
+                self._copies(file, found, seed, limit)
+            self._count(report, space, records, damaged)
+        space.ended |= cut is not None
+        good = max((int(found.header.previous_good) for found in scan.batches), default=0)
+        space.expected_good = seal.previous_good if seal is not None else good
 
-    def _count(self, report: SegmentReport, records: Any, namespace: bytes) -> None:
-        """Count records, the newest first."""
+    def _copies(self, file: SegmentFile, found: Found, seed: int, limit: int) -> None:
+        """Hold the second copy of a durable batch's header against the first."""
+        if found.offset >= limit:
+            return
+        if found.repaired:
+            file.report.damage.append(f"the batch at {found.offset} has a damaged header")
+            return
+        place = found.end - int(found.header.header_bytes)
+        if read_trailer(file.read(place, int(found.header.header_bytes)), 0, seed, place) is None:
+            file.report.damage.append(f"the batch at {found.offset} has a damaged trailer")
+
+    def _damaged(self, file: SegmentFile, records: Records) -> set[int]:
+        """Indices of the blocks whose bytes are not those that were written."""
+        bad: set[int] = set()
+        if not self.verify:
+            return bad
+        window, start = memoryview(b""), 0
+        for index, offset, stored, checksum in sorted(records.locations(), key=lambda each: each[1]):
+            hasher, position = xxh3_64(), offset
+            while position < offset + stored:
+                if not start <= position < start + len(window):
+                    start = position // PAGE * PAGE
+                    window = file.read(start, min(WINDOW_BYTES, file.report.size - start))
+                    if not window:
+                        break
+                piece = window[position - start : offset + stored - start]
+                hasher.update(piece)
+                position += len(piece)
+            if hasher.intdigest() != checksum:
+                bad.add(index)
+                file.report.damage.append(f"the block at {offset}, {stored:,} bytes, is damaged")
+            self.report.verified_blocks += 1
+            self.report.verified_bytes += stored
+            self._step(stored)
+        self.report.corrupt_blocks += len(bad)
+        return bad
+
+    def _step(self, done: int) -> None:
+        self.done += done
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def _indexed_only(self, file: SegmentFile, space: Space) -> None:
+        """Blocks that only the snapshot still knows of."""
+        for key, place in space.keys.items() if space.indexed else ():
+            if place.segment == file.report.number and place.state == LIVE and not file.whole(place):
+                space.keys[key] = replace(place, state=LOST)
+
+    def _count(self, report: SegmentReport, space: Space, records: Records, damaged: set[int]) -> None:
+        """Count records, the newest first; the first sight of a key is final."""
+        number = report.number
         for index in range(len(records) - 1, -1, -1):
-            kind, key_kind, key, _, _, stored, _, _ = records.get(index)
+            kind, key_kind, key, desc, offset, stored, checksum, _ = records.get(index)
             report.records += bool(kind)
+            name = (key_kind, key)
             if kind == BLOCK:
                 report.blocks += 1
                 report.stored_bytes += stored
+                place = BlockPlace(LOST if index in damaged else LIVE, number, offset, stored, checksum, desc or b"")
+                if not space.indexed and not space.ended:
+                    space.keys.setdefault(name, place)
+                elif space.indexed and place.state == LOST:
+                    entry = space.keys.get(name)
+                    if entry is not None and (entry.segment, entry.offset) == (number, offset):
+                        space.keys[name] = place
             elif kind == TOMBSTONE:
                 report.tombstones += 1
+                if not space.indexed and not space.ended:
+                    space.keys.setdefault(name, BlockPlace(REMOVED, number))
             elif kind == CLEAR:
                 report.clears += 1
-                self.cleared.add(namespace)
-            if kind in (BLOCK, TOMBSTONE) and namespace not in self.cleared:
-                place = (report.number, stored) if kind == BLOCK else (0, 0)
-                self.newest.setdefault((namespace, key_kind, key), place)
+                space.ended = True
 
     def _live(self) -> None:
         by_number = {segment.number: segment for segment in self.report.segments}
-        for number, stored in self.newest.values():
-            if number:
-                by_number[number].live_blocks += 1
-                by_number[number].live_bytes += stored
+        for space in self.spaces.values():
+            for place in space.live:
+                by_number[place.segment].live_blocks += 1
+                by_number[place.segment].live_bytes += place.stored
+
+
+def _may_be_of(file: SegmentFile, head: SnapshotHead) -> bool:
+    """Whether an opening takes a file for a segment of the snapshot's namespace."""
+    number = file.report.number
+    known = [each for each in (file.header, file.seal) if each is not None and each.number == number]
+    if known:
+        return any(each.store_id == head.store_id and each.namespace == head.namespace for each in known)
+    return file.header is None and file.sized and number < NUMBER_MAX

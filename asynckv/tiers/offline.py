@@ -1,0 +1,148 @@
+"""Reading a store's files with plain system calls, for the commands that work on a store nobody has open."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_64_intdigest
+
+from asynckv._record import CHUNK_MAX
+from asynckv.tiers.layout import PAGE, SEGMENT_BYTES_MAX, Seal, SegmentHeader
+from asynckv.tiers.scan import footer_chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from asynckv._record import Records
+    from asynckv.tiers.directory import Directory
+    from asynckv.tiers.report import BlockPlace, SegmentReport
+
+__all__ = ["SegmentFile", "footer_chunks", "header_from_seal", "read_range"]
+
+
+class SegmentFile:
+    """A segment's file and what its first and last page say of it.
+
+    Attributes
+    ----------
+    report
+        What becomes known of it.
+    header, seal
+        Of its first and its last page, when they verify. The seal is this very segment's.
+    error
+        Why it could not be opened; empty when it could.
+    """
+
+    def __init__(self, directory: Directory, report: SegmentReport) -> None:
+        self.report = report
+        self.header: SegmentHeader | None = None
+        self.seal: Seal | None = None
+        self.error = ""
+        self._directory = directory
+        self._fd = -1
+
+    @property
+    def sized(self) -> bool:
+        """Whether it has a size that a segment may have."""
+        return 2 * PAGE <= self.report.size <= SEGMENT_BYTES_MAX
+
+    def peek(self) -> None:
+        """Read its first and its last page."""
+        if not self.sized or not self.open():
+            return
+        last = self.report.size // PAGE * PAGE - PAGE
+        self.header = SegmentHeader.decode(self.read(0, PAGE))
+        seal = Seal.decode(self.read(last, PAGE), last)
+        if seal is not None and seal.number == self.report.number:
+            self.seal = seal
+        self.close()
+
+    def open(self) -> bool:
+        """Open the file; it has to be a plain one. False when that fails."""
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            self._fd = os.open(self.report.name, flags, dir_fd=self._directory.fd)
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes of a range; zeros, which verify as nothing, in place of what cannot be read."""
+        return read_range(self._fd, offset, length)
+
+    def whole(self, place: BlockPlace) -> bool:
+        """Whether a block's bytes are those that were written. Its place may be anything; only the file is read."""
+        if place.offset + place.stored > self.report.size:
+            return False
+        return bool(xxh3_64_intdigest(self.read(place.offset, place.stored)) == place.checksum)
+
+    def run(self, scanner: Generator[tuple[int, int], memoryview, Any]) -> Any:
+        """Feed a scanner until it returns."""
+        try:
+            want = next(scanner)
+            while True:
+                want = scanner.send(self.read(*want))
+        except StopIteration as end:
+            return end.value
+
+
+def read_range(fd: int, offset: int, length: int) -> memoryview:
+    """Bytes of a range of a file; zeros in place of pages that cannot be read."""
+    view = memoryview(bytearray(length))
+    if not _fill(fd, offset, view):
+        for start in range(0, length, PAGE):  # one bad sector is not to take its neighbours along
+            page = view[start : start + PAGE]
+            if not _fill(fd, offset + start, page):
+                page[:] = bytes(len(page))
+    return view
+
+
+def _fill(fd: int, offset: int, view: memoryview) -> bool:
+    done = 0
+    try:
+        while done < len(view):
+            got = os.preadv(fd, [view[done:]], offset + done)
+            if not got:
+                break
+            done += got
+    except OSError:
+        return False
+    return True
+
+
+def header_from_seal(seal: Seal) -> SegmentHeader:
+    """The header that a seal is the second copy of."""
+    return SegmentHeader(
+        store_id=seal.store_id,
+        namespace=seal.namespace,
+        number=seal.number,
+        oldest_live=seal.oldest_live,
+        sequence=seal.sequence,
+        size=seal.size,
+        sealed_upto=0,
+        previous=seal.previous,
+    )
+
+
+def footer_chunks(file: SegmentFile, seed: int, seal: Seal) -> list[Records] | None:
+    """The records of a sealed segment, last chunk first; None when the footer is damaged."""
+    chunks: list[Records] = []
+    offset, length, left = seal.footer, seal.footer_bytes, seal.records
+    while length:
+        chunk = None
+        if length <= CHUNK_MAX and not length % PAGE:
+            chunk = footer_chunk(file.read(offset, length), offset, seed, seal)
+        if chunk is None:
+            return None
+        records, offset, length = chunk
+        chunks.append(records)
+        left -= len(records)
+    return None if left else chunks
