@@ -22,6 +22,7 @@ __all__ = [
     "NUMBER_MAX",
     "PAGE",
     "SEGMENT_NAME",
+    "STRANGER_MAX",
     "Seal",
     "SegmentHeader",
     "SnapshotHead",
@@ -36,6 +37,7 @@ PAGE = PAGE_BYTES
 CLAIM_AT = PAGE  # the page behind the header says what is durable; the only one that is ever overwritten
 LOG_START = 2 * PAGE  # the first batch
 NUMBER_MAX = 10**15  # segment numbers of a real store stay far below; a file name has room for one digit more
+STRANGER_MAX = 10**12  # and so many less for a file that nothing but its name calls a segment of ours
 SEGMENT_BYTES_MAX = (1 << 32) - (1 << 16)  # offsets are 32 bits in the index
 SUPERBLOCK_NAME = "superblock"
 SNAPSHOT_NAME = "index.snap"

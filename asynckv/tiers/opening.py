@@ -8,7 +8,7 @@ Invariants
 * A write of the owner before may reach the disk after that process has died. A file that it may have been writing to
   is settled before it is believed or used again, so that the next opening does not find more than this one showed.
 * New segments get numbers above every number that was ever seen, so a foreign or damaged file with a high number cannot
-  hide ours: only its own bytes are ignored. Numbers that no store reaches are not believed.
+  hide ours: only its own bytes are ignored. Numbers that no store reaches are not believed, and such files removed.
 * Below the cap, before anything is served: files that alone are above it go first, then the oldest segments.
 * A shortage of our own (descriptors, memory) says nothing about the disk: the opening fails, and nothing is dropped.
 """
@@ -25,11 +25,11 @@ from asynckv.backends.base import OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.layout import (
     LOCK_NAME,
-    NUMBER_MAX,
     PAGE,
     SEGMENT_BYTES_MAX,
     SNAPSHOT_NAME,
     SPARE_NAME,
+    STRANGER_MAX,
     SUPERBLOCK_NAME,
     Seal,
     SegmentHeader,
@@ -136,7 +136,7 @@ class Opening:
             with contextlib.suppress(FileNotFoundError):
                 await self.backend.unlink(name)
         self.set.overhead = overhead
-        found.sort(key=lambda segment: segment.number if segment.number < NUMBER_MAX else -1)
+        found.sort(key=lambda segment: segment.number)
         peeks = await self._peek_all(found)
         self.set.store_id = await self._store_id(names, [header for header, _ in peeks])
         for segment, (header, seal) in zip(found, peeks, strict=True):
@@ -265,7 +265,7 @@ class Opening:
         segment.header = header
         if header is None:
             # Perhaps ours with a bad first page: the scan tells. Absurd sizes and numbers are not worth one.
-            segment.own = 2 * PAGE <= segment.size <= SEGMENT_BYTES_MAX and segment.number < NUMBER_MAX
+            segment.own = 2 * PAGE <= segment.size <= SEGMENT_BYTES_MAX and not self._absurd(segment)
             if not segment.own:
                 self.damaged("a segment file is unreadable")
                 if not segment.traced:
@@ -285,11 +285,16 @@ class Opening:
     def _add(self, segment: Segment) -> None:
         before = self.set.next_number
         self.set.add(segment)
-        if segment.number >= NUMBER_MAX:
+        if self._absurd(segment):
             self.set.next_number = before
 
+    @staticmethod
+    def _absurd(segment: Segment) -> bool:
+        """Whether a number stands in a file's name alone and is too high to go on from: numbers must not run out."""
+        return segment.header is None and segment.number >= STRANGER_MAX
+
     async def _remove_dead(self) -> None:
-        dead = [s for s in self.set if s.number < self.set.oldest_live or s.number >= NUMBER_MAX]
+        dead = [s for s in self.set if s.number < self.set.oldest_live or self._absurd(s)]
         for segment in dead:
             await self._discard(segment)
         if dead:
