@@ -25,6 +25,7 @@ COUNTS = {
     "cancelled calls": (200, 10_000, 100_000),
     "lives of churn": (200, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
+    "fuzzed inputs": (1000, 200_000, 20_000_000),
 }
 
 
