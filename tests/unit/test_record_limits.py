@@ -176,3 +176,129 @@ def test_nothing_that_was_in_the_staging_buffer_goes_to_disk(sizes):
     assert max(ends) <= OFFSET + plan.header_bytes + plan.payload_bytes
     spans = sorted(zip(plan.offsets, ends, strict=True))
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def item(key: bytes, stored: int, view: bytes | None = None, **more: int | None) -> SimpleNamespace:
+    """What a spill or a carried block looks like to the batch writer."""
+    data = b"\x11" * stored if view is None else view
+    return SimpleNamespace(kind=1, key=key, desc=DESC, stored=stored, view=memoryview(data), **more)
+
+
+def write(plan: rec.BatchPlan, spills: list, carries: list, staging: bytearray) -> tuple:
+    return rec.write_batch(
+        plan, spills, carries, [], staging, SEED, sequence=1, oldest_live=0, synced=0, good=0, sealed_upto=0
+    )
+
+
+def test_a_batch_ends_where_its_body_is_full():
+    tombstones = [(1, b"%04d" % n + b"k" * 1020) for n in range(1100)]
+    plan = rec.plan_batch([item(b"k", 10)], [], tombstones, True, OFFSET, 64 << 20, 0)
+    assert plan.clear
+    assert 1000 < plan.tombstones < 1100
+    assert plan.body_bound <= rec.BODY_MAX
+    assert plan.spills == 0, "what is left over goes first the next time"
+
+
+def test_a_clear_that_does_not_fit_keeps_everything_behind_it_out():
+    plan = rec.plan_batch([item(b"k", 10)], [item(b"c", 10)], [(1, b"t")], True, OFFSET, OFFSET + 2 * PAGE, 0)
+    assert plan.empty
+    assert (plan.clear, plan.tombstones, plan.spills, plan.carries) == (False, 0, 0, 0)
+
+
+def test_carried_blocks_come_behind_the_spills_with_the_checksum_they_have():
+    spills, carries = [item(b"s", 100, sealed_checksum=None)], [item(b"c", 200, checksum=5), item(b"d", 0, checksum=6)]
+    plan = rec.plan_batch(spills, carries, [], False, OFFSET, 1 << 20, 0)
+    assert (plan.spills, plan.carries) == (1, 2)
+    _, checksums, piece = write(plan, spills, carries, bytearray(rec.staging_bytes(plan, spills, carries)))
+    assert checksums == [xxh3_64_intdigest(b"\x11" * 100), 5, 6]
+    records = rec.parse_piece(piece)
+    assert [records.get(n)[2] for n in range(3)] == [b"s", b"c", b"d"]
+
+
+def test_copied_pages_and_pages_that_lie_ready_keep_their_order():
+    spills = [
+        item(b"%d" % n, size, bytes([n + 1]) * length, sealed_checksum=None)
+        for n, (size, length) in enumerate([(33_000, 33_000), (40_000, 40_960), (8192, 8192), (50_000, 53_248)])
+    ]
+    plan = rec.plan_batch(spills, [], [], False, OFFSET, 1 << 20, 0)
+    buffers, _, _ = write(plan, spills, [], bytearray(b"\xee" * rec.staging_bytes(plan, spills, [])))
+    written = b"".join(map(bytes, buffers))
+    for n, (offset, spill) in enumerate(zip(plan.offsets, spills, strict=True)):
+        at = offset - OFFSET
+        assert written[at : at + spill.stored] == bytes([n + 1]) * spill.stored
+
+
+def test_a_batch_of_many_blocks():
+    spills = [item(b"%d" % n, 20, b"%020d" % n, sealed_checksum=None) for n in range(700)]
+    plan = rec.plan_batch(spills, [], [], False, OFFSET, 1 << 20, 0)
+    assert plan.spills == 700
+    buffers, checksums, _ = write(plan, spills, [], bytearray(rec.staging_bytes(plan, spills, [])))
+    assert checksums == [xxh3_64_intdigest(b"%020d" % n) for n in range(700)]
+    written = b"".join(map(bytes, buffers))
+    assert written[plan.offsets[699] - OFFSET :][:20] == b"%020d" % 699
+
+
+@pytest.mark.parametrize("sizes", [(100,), (33_000,), (33_000, 8192)])
+def test_a_staging_buffer_that_is_too_small_is_never_overrun(sizes):
+    spills = [item(b"%d" % n, size, sealed_checksum=None) for n, size in enumerate(sizes)]
+    plan = rec.plan_batch(spills, [], [], False, OFFSET, 1 << 20, 0)
+    with pytest.raises(ValueError, match="staging"):
+        write(plan, spills, [], bytearray(rec.staging_bytes(plan, spills, []) - 1))
+
+
+@pytest.mark.parametrize("size", [100, 33_000])
+def test_a_block_whose_bytes_are_shorter_than_it_says(size):
+    spills = [item(b"k", size, bytes(size - 1), sealed_checksum=1)]
+    plan = rec.plan_batch(spills, [], [], False, OFFSET, 1 << 20, 0)
+    with pytest.raises(ValueError, match="shorter"):
+        write(plan, spills, [], bytearray(1 << 20))
+
+
+def test_a_chunk_is_written_where_it_fits_only():
+    writer = rec.RecordWriter()
+    writer.add_tombstone(1, b"k" * 1000)
+    for header_bytes in (PAGE - 1, 0, rec.CHUNK_MAX + PAGE):
+        with pytest.raises(ValueError, match="does not go"):
+            writer.write_into(bytearray(2 * PAGE), 0, rec.KIND_BATCH, SEED, OFFSET, header_bytes=header_bytes)
+    for at in (-1, PAGE + 1):
+        with pytest.raises(ValueError, match="too small"):
+            writer.write_into(bytearray(2 * PAGE), at, rec.KIND_BATCH, SEED, OFFSET, header_bytes=PAGE)
+    for _ in range(4):
+        writer.add_tombstone(1, b"k" * 1000)
+    with pytest.raises(ValueError, match="does not go"):
+        writer.write_into(bytearray(2 * PAGE), 0, rec.KIND_BATCH, SEED, OFFSET, header_bytes=PAGE)
+
+
+def test_what_is_no_piece_of_a_batch():
+    data = chunk(b"\x12\x01k", 0, 1)
+    assert len(rec.parse_piece(data[: 112 + 3])) == 1
+    for piece in (b"", data[:111], data[: 112 + 2], chunk(b"\x12\x01k\0", 0, 1)[: 112 + 4]):
+        with pytest.raises(ValueError, match="piece"):
+            rec.parse_piece(piece)
+    header = rec.read_chunk(data, 0, rec.KIND_BATCH, SEED, OFFSET)
+    assert rec.parse_body(data[:114], 0, header) is None
+    assert rec.parse_body(data, -1, header) is None
+
+
+def test_a_snapshot_lists_the_blocks_of_its_segments_in_chunks():
+    table = Table(1 << 16)
+    desc = table.intern(DESC)
+    for n in range(3000):
+        assert table.recover_block(1, b"%04d" % n + b"k" * 100, n % 3, OFFSET, 16, n, desc)
+    listed, cursor, chunks = [], 0, 0
+    while cursor is not None:
+        writer, cursor = rec.write_disk_entries(table, cursor, {0: 1, 2: 0})
+        chunks += 1
+        data = writer.to_bytes(rec.KIND_SNAPSHOT, SEED, OFFSET)
+        header = rec.read_chunk(data, 0, rec.KIND_SNAPSHOT, SEED, OFFSET)
+        records = rec.parse_body(data, 0, header, n_segments=2)
+        listed += [records.get(index) for index in range(len(records))]
+    assert chunks == 2
+    wanted = {(b"%04d" % n + b"k" * 100, n, 1 if n % 3 == 0 else 0) for n in range(3000) if n % 3 != 1}
+    assert {(each[2], each[6], each[7]) for each in listed} == wanted
+    assert len(listed) == 2000
+    table.release_desc(desc)
+    table.close()
