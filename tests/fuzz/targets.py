@@ -311,11 +311,14 @@ class SegmentTarget(Target):
     def drive(self, scanner: Generator[tuple[int, int], memoryview, Any], data: bytes) -> Any:
         """Answer a scanner out of memory; its requests have to be few and inside."""
         left = 4 * (len(data) // PAGE) + 8
+        bytes_left = 3 * len(data) + WINDOW_MAX
         try:
             offset, length = next(scanner)
             while True:
                 left -= 1
+                bytes_left -= length
                 assert left, "a scan does not end"
+                assert bytes_left >= 0, "a scan reads the same again and again"
                 assert 0 < length <= WINDOW_MAX
                 assert 0 <= offset <= offset + length <= len(data)
                 assert offset % PAGE == length % PAGE == 0
