@@ -76,11 +76,11 @@ MUTANTS = (
         "a copy of a trailer elsewhere brings its batch back",
     ),
     Mutant(
-        "descriptor-one-too-long",
+        "records-without-limit",
         RECORD,
-        "p + 1 + p[0] > end or",
-        "p + p[0] > end or",
-        "a descriptor takes a byte behind the body",
+        "if <Py_ssize_t>n_descs > length or <Py_ssize_t>n_records > length:",
+        "if <Py_ssize_t>n_descs > length:",
+        "a number of records allocates more than the bytes can hold",
     ),
     Mutant(
         "key-without-limit",

@@ -38,7 +38,7 @@ SHARE_KILLED = 0.9
 SECONDS = 600  # for all tests of one mutant: what hangs is noticed, too
 # In this order, so that what is quick comes first; what is nearest to a mutant's file comes before all.
 NEAREST = {
-    RECOVERY: ("tests/unit/test_claims.py", "tests/unit/test_recovery.py"),
+    RECOVERY: ("tests/unit/test_claims.py", "tests/unit/test_footers.py", "tests/unit/test_recovery.py"),
     SEGMENT: ("tests/unit/test_segment.py", "tests/unit/test_disk.py"),
     RECLAIM: ("tests/unit/test_disk.py",),
     OPENING: ("tests/unit/test_opening.py", "tests/fault/test_late_writes.py"),
@@ -56,6 +56,7 @@ TESTS = (
     "tests/unit/test_disk.py",
     "tests/unit/test_recovery.py",
     "tests/unit/test_torn_large.py",
+    "tests/unit/test_footers.py",
     "tests/fault/test_late_writes.py",
     "tests/fault/test_power_loss.py",
     "tests/fault/test_damage.py",
