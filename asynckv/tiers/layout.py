@@ -38,6 +38,7 @@ CLAIM_AT = PAGE  # the page behind the header says what is durable; the only one
 LOG_START = 2 * PAGE  # the first batch
 NUMBER_MAX = 10**15  # segment numbers of a real store stay far below; a file name has room for one digit more
 STRANGER_MAX = 10**12  # and so many less for a file that nothing but its name calls a segment of ours
+SEQUENCE_MAX = 1 << 62  # batches of a store: a number from there on would leave none for those to come
 SEGMENT_BYTES_MAX = (1 << 32) - (1 << 16)  # offsets are 32 bits in the index
 SUPERBLOCK_NAME = "superblock"
 SNAPSHOT_NAME = "index.snap"
@@ -176,6 +177,8 @@ class SegmentHeader:
             return None
         if header.oldest_live > header.number or header.sealed_upto > header.number:
             return None
+        if header.sequence >= SEQUENCE_MAX:
+            return None
         return header
 
 
@@ -259,6 +262,8 @@ class Seal:
         seal = cls(*(*_SEAL.unpack_from(found[1]), bool(found[0] & FLAG_LOSSY)))
         if seal.offset != offset or seal.number >= NUMBER_MAX or not LOG_START <= seal.data_end <= offset:
             return None
+        if seal.oldest_live > seal.number or max(seal.sequence, seal.last_sequence) >= SEQUENCE_MAX:
+            return None
         if seal.footer_bytes and not seal.data_end <= seal.footer <= offset - seal.footer_bytes:
             return None
         return seal
@@ -321,4 +326,7 @@ class SnapshotHead:
         if found is None:
             return None
         listed = tuple(_LISTED.unpack_from(data, start + i * _LISTED.size) for i in range(count))
-        return cls(*(*fields, listed))
+        head = cls(*(*fields, listed))
+        if head.next_number > NUMBER_MAX // 2 or head.sequence >= SEQUENCE_MAX:
+            return None
+        return None if any(number >= head.next_number for number, _ in listed) else head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import struct
 
@@ -95,7 +96,15 @@ def test_either_copy_of_the_superblock_is_enough(damaged):
 
 
 @pytest.mark.parametrize(
-    "change", [{"number": NUMBER_MAX}, {"previous": 9}, {"previous": 2**63}, {"oldest_live": 10}, {"sealed_upto": 10}]
+    "change",
+    [
+        {"number": NUMBER_MAX},
+        {"previous": 9},
+        {"previous": 2**63},
+        {"oldest_live": 10},
+        {"sealed_upto": 10},
+        {"sequence": 2**62},
+    ],
 )
 def test_a_header_that_contradicts_itself_is_refused(change):
     assert SegmentHeader.decode(SegmentHeader(**{**HEADER, **change}).encode()) is None
@@ -105,6 +114,9 @@ def test_a_header_that_contradicts_itself_is_refused(change):
     "change",
     [
         {"number": NUMBER_MAX},
+        {"oldest_live": 10},
+        {"sequence": 2**64 - 1},
+        {"last_sequence": 2**62},
         {"offset": 11 * PAGE},
         {"data_end": LOG_START - 1},
         {"data_end": 11 * PAGE},
@@ -118,12 +130,26 @@ def test_a_seal_that_contradicts_itself_is_refused(change):
     assert Seal.decode(Seal(**{**SEAL, **change}).encode(), SEAL["offset"]) is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"next_number": 9},
+        {"next_number": NUMBER_MAX},
+        {"next_number": 2**64 - 1},
+        {"sequence": 2**62},
+        {"segments": ((8, 65536), (2**40, 45056))},
+    ],
+)
+def test_a_snapshot_that_would_use_the_numbers_up_or_contradicts_itself_is_refused(change):
+    assert SnapshotHead.decode(dataclasses.replace(HEAD, **change).encode()) is None
+
+
 def test_pages_cut_short_are_refused():
     for length in (0, 7, 16, 23, 24, 100, PAGE - 1):
         assert SegmentHeader.decode(SegmentHeader(**HEADER).encode()[:length]) is None
         assert Seal.decode(Seal(**SEAL).encode()[:length], SEAL["offset"]) is None
         assert SnapshotHead.decode(HEAD.encode()[:length]) is None
-    many = SnapshotHead(STORE, NAMESPACE, 12, 50, 5, 1, 262144, tuple((n, 65536) for n in range(600)))
+    many = SnapshotHead(STORE, NAMESPACE, 700, 50, 5, 1, 262144, tuple((n, 65536) for n in range(600)))
     assert SnapshotHead.decode(many.encode()) == many
     assert SnapshotHead.decode(many.encode()[:-PAGE]) is None
 
