@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from logkit import KIB, Disk, fill, segments_of, value_of
+import shutil
 
-from asynckv.tiers.layout import NUMBER_MAX, STRANGER_MAX, segment_name
+import pytest
+from logkit import KIB, Disk, fill, killed, segments_of, value_of
+
+from asynckv.tiers.layout import NUMBER_MAX, PAGE, STRANGER_MAX, SegmentHeader, segment_name
 
 
 @pytest.mark.parametrize("number", [STRANGER_MAX, NUMBER_MAX - 1, NUMBER_MAX, 10**16 - 1])
@@ -40,3 +42,30 @@ async def test_a_stranger_with_a_believable_number_is_kept_and_gone_past(tmp_pat
     async with Disk(path, segment=64 * KIB) as disk:
         found = await disk.get_all(range(20))
         assert found.items() >= {key: value_of(key) for key in range(10, 20)}.items()
+
+
+async def test_a_segment_that_newer_ones_do_not_know_of_had_been_given_up(tmp_path):
+    """Its death was not durable, or its name came back: nothing of it may show."""
+
+    async def first(disk):
+        await fill(disk, range(5))
+
+    async def second(disk):
+        await fill(disk, range(1), 2)
+
+    base = await killed(tmp_path / "kv", tmp_path / "base", first)
+    other = shutil.copytree(base, tmp_path / "other")
+    async with Disk(other) as disk:
+        await fill(disk, range(3, 8), 1)
+    abandoned = (other / segment_name(2)).read_bytes()
+    # Somebody else's file takes that number: the next segment is 3, and it names 1 as the one before.
+    stranger = SegmentHeader(b"x" * 16, bytes(32), 2, 0, 1, 64 * KIB, 1, 1).encode() + bytes(15 * PAGE)
+    (base / segment_name(2)).write_bytes(stranger)
+    crashed = await killed(base, tmp_path / "crashed", second)
+    assert (crashed / segment_name(3)).exists()
+    (crashed / segment_name(2)).write_bytes(abandoned)
+    expected = {key: value_of(key, 0 if key else 2) for key in range(5)}
+    for _ in range(2):
+        async with Disk(crashed) as disk:
+            assert await disk.get_all(range(8)) == expected
+            assert not (crashed / segment_name(2)).exists()
