@@ -42,7 +42,7 @@ NEAREST = {
     SEGMENT: ("tests/unit/test_segment.py", "tests/unit/test_disk.py"),
     RECLAIM: ("tests/unit/test_disk.py",),
     OPENING: ("tests/unit/test_opening.py", "tests/fault/test_late_writes.py"),
-    SNAPSHOT: ("tests/unit/test_recovery.py",),
+    SNAPSHOT: ("tests/unit/test_snapshot.py", "tests/unit/test_recovery.py"),
     SCAN: ("tests/fuzz/test_fuzz.py", "tests/unit/test_claims.py"),
 }
 TESTS = (
@@ -57,6 +57,7 @@ TESTS = (
     "tests/unit/test_recovery.py",
     "tests/unit/test_torn_large.py",
     "tests/unit/test_footers.py",
+    "tests/unit/test_snapshot.py",
     "tests/fault/test_late_writes.py",
     "tests/fault/test_power_loss.py",
     "tests/fault/test_damage.py",

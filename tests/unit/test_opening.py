@@ -69,3 +69,19 @@ async def test_a_segment_that_newer_ones_do_not_know_of_had_been_given_up(tmp_pa
         async with Disk(crashed) as disk:
             assert await disk.get_all(range(8)) == expected
             assert not (crashed / segment_name(2)).exists()
+
+
+async def test_a_reclaimed_segment_that_comes_back_is_removed_and_the_snapshot_still_used(tmp_path):
+    path = tmp_path / "kv"
+    options = {"segment": 64 * KIB, "disk": 512 * KIB}
+    async with Disk(path, **options) as disk:
+        await fill(disk, range(5), size=5000)
+        dead = segments_of(path)[0].read_bytes()
+        for version in range(1, 30):
+            await fill(disk, range(5), version, size=5000)
+    assert not (path / segment_name(1)).exists()
+    (path / segment_name(1)).write_bytes(dead)
+    async with Disk(path, **options) as disk:
+        assert not disk.recovered
+        assert not (path / segment_name(1)).exists()
+        assert await disk.get_all(range(5)) == {key: value_of(key, 29, 5000) for key in range(5)}

@@ -54,3 +54,40 @@ async def test_a_snapshot_whose_writing_fails_leaves_nothing_half_written(tmp_pa
     assert not (path / TEMPORARY).exists()
     async with Disk(path) as disk:
         assert await disk.get_all(range(20)) == {key: value_of(key) for key in range(20)}
+
+
+async def test_a_snapshot_is_durable_before_its_name_is_and_its_name_before_the_close_ends(tmp_path):
+    events = []
+
+    class Watching(RecordingBackend):
+        def write(self, file, offset, prepare, **options):
+            events.append(("write", file))
+            return super().write(file, offset, prepare, **options)
+
+        def sync(self, file, **options):
+            events.append(("sync", file))
+            return super().sync(file, **options)
+
+        def call(self, name, *args, timeout=None):
+            events.append((name, *args))
+            return super().call(name, *args, timeout=timeout)
+
+    async with Disk(
+        tmp_path / "kv", _backend_factory=lambda *args, **more: Watching(create_backend(*args, **more))
+    ) as disk:
+        await fill(disk, range(20))
+        events.clear()
+    named = events.index(("rename", TEMPORARY, "index.snap"))
+    written = max(at for at in range(named) if events[at][0] == "write")
+    assert ("sync", events[written][1]) in events[written:named]
+    assert ("sync_directory",) in events[named:]
+    # And it is gone, durably, before the next segment is made.
+    async with Disk(
+        tmp_path / "kv", _backend_factory=lambda *args, **more: Watching(create_backend(*args, **more))
+    ) as disk:
+        events.clear()
+        await fill(disk, range(3))
+        gone = events.index(("unlink", "index.snap"))
+        synced = events.index(("sync_directory",), gone)
+        born = next(at for at, event in enumerate(events) if event[0] == "rename")
+        assert gone < synced < born
