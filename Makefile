@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 SOURCES := setup.py $(wildcard asynckv/*.pyx asynckv/*.pxd asynckv/*.pxi asynckv/*.h)
 
 .PHONY: all demo test test-nightly test-release soak lint build clean
+.PHONY: fuzz test-sanitize coverage mutants
 
 all: build
 
@@ -33,6 +34,20 @@ lint: $(VENV)/.dev build
 	$(BIN)/mypy
 	$(BIN)/cython-lint asynckv
 
+# Copies of the tree with extensions of their own, under build/: tests/fuzz/variant.py. FUZZ_SECONDS for each target,
+# FUZZ_SEED repeats a run, FUZZ_TARGETS="record segment" chooses.
+fuzz: $(VENV)/.test
+	$(BIN)/python tests/fuzz/variant.py sanitize python tests/fuzz/fuzz.py $(FUZZ_TARGETS)
+
+test-sanitize: $(VENV)/.test
+	$(BIN)/python tests/fuzz/variant.py sanitize pytest -s --timeout 600 $(PYTEST_ARGS)
+
+coverage: $(VENV)/.coverage
+	$(BIN)/python tests/fuzz/variant.py coverage python tests/fuzz/lines.py $(PYTEST_ARGS)
+
+mutants: build $(VENV)/.test
+	$(BIN)/python tests/mutants/kill.py $(MUTANTS)
+
 build: build/.built
 
 $(VENV)/.base: pyproject.toml
@@ -51,6 +66,10 @@ build/.built: $(VENV)/.base $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.coverage: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[coverage]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base

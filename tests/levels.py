@@ -43,6 +43,7 @@ COUNTS = {
     "lives of churn": (100, 2000, 20_000),
     "fault scenarios": (1, 6, 6),
     "strange directories": (25, 4000, 100_000),
+    "fuzzed inputs": (1000, 200_000, 20_000_000),
 }
 
 

@@ -37,7 +37,7 @@ PAGE = PAGE_BYTES
 CLAIM_AT = PAGE  # the page behind the header says what is durable; the only one that is ever overwritten
 LOG_START = 2 * PAGE  # the first batch
 NUMBER_MAX = 10**15  # segment numbers of a real store stay far below; a file name has room for one digit more
-SEQUENCE_MAX = 1 << 62  # of batches; a real store counts for centuries up to there
+SEQUENCE_MAX = 1 << 62  # of batches: a number from there on would leave none for those to come
 SEGMENT_BYTES_MAX = (1 << 32) - (1 << 16)  # offsets are 32 bits in the index
 SUPERBLOCK_NAME = "superblock"
 SNAPSHOT_NAME = "index.snap"
@@ -179,7 +179,7 @@ class SegmentHeader:
         header = cls(*(*_SEGMENT.unpack_from(found[1]), bool(found[0] & FLAG_CLAIMED)))
         if header.number >= NUMBER_MAX or header.previous >= max(header.number, 1):
             return None
-        if header.oldest_live > header.number or header.sealed_upto > header.number or header.sequence > SEQUENCE_MAX:
+        if header.oldest_live > header.number or header.sealed_upto > header.number or header.sequence >= SEQUENCE_MAX:
             return None
         return header
 
@@ -264,7 +264,7 @@ class Seal:
         seal = cls(*(*_SEAL.unpack_from(found[1]), bool(found[0] & FLAG_LOSSY)))
         if seal.offset != offset or seal.number >= NUMBER_MAX or not LOG_START <= seal.data_end <= offset:
             return None
-        if max(seal.sequence, seal.last_sequence) > SEQUENCE_MAX or seal.oldest_live > seal.number:
+        if max(seal.sequence, seal.last_sequence) >= SEQUENCE_MAX or seal.oldest_live > seal.number:
             return None
         if seal.footer_bytes and not seal.data_end <= seal.footer <= offset - seal.footer_bytes:
             return None
@@ -327,9 +327,8 @@ class SnapshotHead:
         found = _open_page(_SNAPSHOT_MAGIC, data[: cls.head_bytes(count)])
         if found is None:
             return None
-        if fields[2] > NUMBER_MAX or fields[3] > SEQUENCE_MAX:
-            return None
         listed = tuple(_LISTED.unpack_from(data, start + i * _LISTED.size) for i in range(count))
-        if fields[2] > NUMBER_MAX:
+        head = cls(*(*fields, listed))
+        if head.next_number > NUMBER_MAX // 2 or head.sequence >= SEQUENCE_MAX:
             return None
-        return cls(*(*fields, listed))
+        return None if any(number >= head.next_number for number, _ in listed) else head

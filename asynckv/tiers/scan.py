@@ -3,7 +3,8 @@ bytes, so that recovery (through a backend) and the offline commands (through th
 
 Invariants
 ----------
-* It ends: every step moves up by at least a page, and nothing is read twice but the page where a window ends.
+* It ends: every step moves up by at least a page. Whatever the bytes are, less than three times the file is read: what
+  lies behind a page that claims to begin a chunk is read again only when half a window was gone through.
 * It never asks for more than `WINDOW_MAX` bytes at once and keeps only verified headers.
 * A batch counts when its header or its trailer verifies and the body parses; it then lies wholly inside the file.
 """
@@ -41,6 +42,7 @@ __all__ = ["Found", "Scan", "footer_chunk", "scan_segment", "verify_batch"]
 HOP_BYTES = 64 << 10  # read where a header is expected
 SWEEP_BYTES = 1 << 20  # read where there is none
 WINDOW_MAX = 4 << 20
+CHUNK_MAX = WINDOW_MAX // 2  # no chunk of a segment is larger: a batch's is below 1.1 MiB, a footer's below 1.3 MiB
 Want = tuple[int, int]  # offset and bytes; always whole pages inside the file
 
 
@@ -230,8 +232,8 @@ def _resync(window: _Window, scan: Scan, start: int, seed: int) -> Generator[Wan
             continue
         position = window.start + hit
         whole = chunk_bytes(window.data, hit)
-        if whole:
-            at = yield from window.need(position, whole, SWEEP_BYTES)
+        if 0 < whole <= CHUNK_MAX:
+            at = yield from window.need(position, whole, WINDOW_MAX)
             if at >= 0:
                 header = read_chunk(window.data, at, KIND_BATCH, seed, position) if position != start else None
                 if header is not None:

@@ -356,7 +356,6 @@ async def test_the_oldest_dies_into_the_spare_and_lives_again(backend, tmp_path)
 
 
 async def test_a_file_in_use_is_never_reused(backend, tmp_path):
-    backend.timeout = 0.05
     segments = make_set(backend)
     one = await segments.create(1)
     one.sealed = True
@@ -364,7 +363,9 @@ async def test_a_file_in_use_is_never_reused(backend, tmp_path):
     one.hold()
     await segments.retire(one)
     used = segments.used
+    backend.timeout = 0.05
     await segments.bury(one)
+    backend.timeout = 30.0
     assert segments.spare is None
     assert not (tmp_path / "spare").exists()
     assert segments.used == used, "its bytes count while it is open"
