@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["SeedError", "SeedReport", "run_seed"]
 
 KIB = 1 << 10
+PAGE = 4096
 SIZES = (40, 60, 700, 4096, 5000, 12_000, 16_384, 32_768)
 IO_TIMEOUT = 1.0
 ROOM_TIMEOUT = 3.0
@@ -181,13 +182,30 @@ class _World:
         self.trace(f"end {cut} {mode} {[(name, zlib.crc32(data)) for name, data in files.items()]}")
 
     def _rot(self, files: dict[str, bytearray]) -> None:
-        """Flip some bits at rest. Whatever was there may be lost by it."""
+        """Damage files at rest: bits flip, pages are lost or lie in the place of others, ends are missing."""
+        draw = self.random
         self.rotten = True
+        self.excuses += 100 * self.keys
         for name in sorted(files):
-            if files[name] and self.random.random() < 0.5:
-                at = self.random.randrange(len(files[name]))
-                files[name][at] ^= 1 << self.random.randrange(8)
-                self.excuses += 10 * self.keys
+            data = files[name]
+            if not data or draw.random() < 0.5:
+                continue
+            page, other = (draw.randrange(len(data)) // PAGE * PAGE for _ in range(2))
+            run = draw.randint(1, 8) * PAGE
+            what = draw.randrange(5)
+            if what == 0:
+                data[page + draw.randrange(min(PAGE, len(data) - page))] ^= 1 << draw.randrange(8)
+            elif what == 1:
+                data[page : page + run] = bytes(len(data[page : page + run]))
+            elif what == 2:
+                data[page : page + PAGE], data[other : other + PAGE] = (
+                    data[other : other + PAGE],
+                    data[page : page + PAGE],
+                )
+            elif what == 3:
+                del data[page:]
+            else:
+                del files[name]
 
 
 class _Life:
