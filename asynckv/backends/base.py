@@ -284,6 +284,10 @@ class Backend(ABC):
         """Wait for writes under way on a file that nobody here can await: those of a process that died."""
         return self.call("settle", file)
 
+    def links(self, file: File) -> asyncio.Future[int]:
+        """Return how many names a file has: two after a hard link, none after an unlink."""
+        return self.call("links", file)
+
     def truncate(self, file: File, size: int) -> asyncio.Future[None]:
         """Set the size of a file."""
         return self.call("truncate", file, size)

@@ -98,6 +98,10 @@ class Files:
         """Size of an open file."""
         return os.fstat(fd).st_size
 
+    def links(self, fd: int) -> int:
+        """How many names an open file has."""
+        return os.fstat(fd).st_nlink
+
     def truncate(self, fd: int, size: int) -> None:
         """Set the size of an open file."""
         os.ftruncate(fd, size)

@@ -225,7 +225,7 @@ class ThreadsBackend(Backend):
                 return self._cold(Open, self._open, args, None, timeout)
             case "close":
                 return self._cold(Close, self._close_file, args, args[0], timeout)
-            case "allocate" | "truncate" | "settle":
+            case "allocate" | "truncate" | "settle" | "links":
                 return self._cold(Call, getattr(self, "_" + function), args, args[0], timeout)
             case "statvfs":
                 return self._cold(Call, files.free_bytes, args, None, timeout)
@@ -319,6 +319,9 @@ class ThreadsBackend(Backend):
 
     def _settle(self, file: File) -> None:
         self.files.settle(file.fd)
+
+    def _links(self, file: File) -> int:
+        return self.files.links(file.fd)
 
     def _truncate(self, file: File, size: int) -> None:
         self.files.truncate(file.fd, size)

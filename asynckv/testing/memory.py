@@ -193,6 +193,11 @@ class MemoryFiles(Files):
         """Size of an open file."""
         return len(self._data(fd).bytes)
 
+    def links(self, fd: int) -> int:
+        """How many names an open file has."""
+        data = self._data(fd)
+        return sum(data is each for each in self.disk.names.values())
+
     def truncate(self, fd: int, size: int) -> None:
         """Set the size of an open file."""
         data = self._data(fd)

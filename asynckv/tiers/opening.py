@@ -44,7 +44,7 @@ from asynckv.tiers.layout import (
     pages,
     parse_segment_name,
 )
-from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare, has_one_name
+from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare
 from asynckv.tiers.snapshot import peek_snapshot
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Opening:
         if self.set.spare is None and self.set.segment_bytes // 2 <= size <= self.set.segment_bytes:
             with contextlib.suppress(OSError):
                 file = await self.backend.open(name)
-                if has_one_name(file):
+                if await self.set.has_one_name(file):
                     await self.backend.settle(file)
                     self.set.spare, self.set.spare_name = Spare(file, size, charge), name
                     return

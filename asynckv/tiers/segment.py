@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import KIND_CLAIM, RecordWriter
@@ -59,11 +58,6 @@ OPEN_FILES_MAX = 64
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What a rename or an unlink says when a name is a directory's.
 IN_THE_WAY = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY})
-
-
-def has_one_name(file: File) -> bool:
-    """Whether what is written to a file changes no other one: a backup made of hard links, for instance."""
-    return os.fstat(file.fd).st_nlink <= 1
 
 
 class Segment:
@@ -538,6 +532,10 @@ class SegmentSet:
         finally:
             self._pending -= spare.charge
 
+    async def has_one_name(self, file: File) -> bool:
+        """Whether what is written to a file changes no other one: a backup made of hard links, for instance."""
+        return await self.backend.links(file) == 1
+
     # -- death ---------------------------------------------------------------------------------------------------
 
     async def retire(self, segment: Segment, *, recycle: bool = True) -> None:
@@ -550,7 +548,7 @@ class SegmentSet:
             recycle = recycle and self._recyclable(segment)
             if recycle:
                 try:
-                    recycle = has_one_name(await self.open_file(segment))
+                    recycle = await self.has_one_name(await self.open_file(segment))
                 except OSError:
                     recycle = False
             if not (recycle and await self._make_spare_of(segment)):
