@@ -272,6 +272,10 @@ class Backend(ABC):
         """
         return self.call("open", name, create, size, direct)
 
+    def temporary(self, size: int = 0) -> asyncio.Future[File]:
+        """Open a new file that has no name, with so many bytes allocated: it touches none that is there."""
+        return self.call("temporary", size)
+
     def close_file(self, file: File) -> asyncio.Future[None]:
         """Close a file once nothing on it is in flight any more; runs even after its deadline."""
         return self.call("close", file)

@@ -223,7 +223,11 @@ class Files:
                     raise
         name = f"probe-{os.getpid()}-{os.urandom(4).hex()}.tmp"
         fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags)
-        self.unlink(name)
+        try:
+            self.unlink(name)
+        except BaseException:
+            self.close(fd)
+            raise
         return fd
 
     def probe_direct(self) -> tuple[bool, int, str]:
