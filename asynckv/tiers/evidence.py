@@ -16,7 +16,7 @@ from asynckv.tiers.layout import (
     SnapshotHead,
     segment_seed,
 )
-from asynckv.tiers.segment import SEGMENTS_MAX
+from asynckv.tiers.segment import LOST_NUMBERS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from asynckv._record import ChunkHeader
 
 __all__ = ["Evidence", "own_pages", "proven_header", "scannable"]
-
-LOST_NUMBERS_MAX = SEGMENTS_MAX  # in a row, of births that failed or of segments that were given up
 
 
 class Evidence:
