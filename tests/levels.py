@@ -35,7 +35,7 @@ COUNTS = {
     "operations in exhaustive sequences": (2, 3, 3),
     "seeds": (500, 20_000, 1_000_000),
     "property examples": (140, 12_000, 350_000),
-    "corruptions": (1500, 655_360, 2_600_000),
+    "corruptions": (1500, 800_000, 800_000),
     "repaired damages": (6, 5000, 50_000),
     "planted programs": (14, 1000, 1000),
     "lying lengths": (25, 1000, 1000),

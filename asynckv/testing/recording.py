@@ -109,6 +109,9 @@ class RecordingBackend(Wrapper):
         The backend that does the work.
     content
         What the directory holds, if that is known; else `start` reads it.
+    names
+        The directory as it is, name to whatever tells files apart, if that can be asked at any time. Then it is known
+        what became of a creation, rename or unlink that failed or came too late.
 
     Attributes
     ----------
@@ -116,8 +119,14 @@ class RecordingBackend(Wrapper):
         The entries, in order of their beginning.
     """
 
-    def __init__(self, inner: Backend, content: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        inner: Backend,
+        content: Mapping[str, bytes] | None = None,
+        names: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
         super().__init__(inner)
+        self._ask = names
         self.journal: list[Entry] = []
         self._events = 0
         self._lock = threading.Lock()  # writes begin in workers
@@ -178,15 +187,31 @@ class RecordingBackend(Wrapper):
 
     def _ends(self, future: asyncio.Future[Any], entries: list[Entry], then: Callable[[], object]) -> None:
         """Note the end when the future resolves: before its owner hears of it, because callbacks keep their order."""
+        before = None if self._ask is None else dict(self._ask())
 
         def done(future: asyncio.Future[Any]) -> None:
             ok = not future.cancelled() and future.exception() is None
-            for entry in entries:
+            for entry in list(entries):
                 entry.ended, entry.ok = self.position(), ok
+                if not ok and before is not None and entry.kind in _NAMES:
+                    entry.ok = self._took_effect(entry, before)
+                    if entry.ok and entry.kind != "create":
+                        then()
+                    elif not entry.ok:
+                        self.journal.remove(entry)
             if ok:
                 then()
 
         future.add_done_callback(done)
+
+    def _took_effect(self, entry: Entry, before: Mapping[str, Any]) -> bool:
+        assert self._ask is not None
+        now = self._ask()
+        if entry.kind == "create":
+            return entry.name in now
+        old = before.get(entry.name)
+        gone = old is not None and now.get(entry.name) is not old
+        return gone and (entry.kind == "unlink" or now.get(entry.new) is old)
 
     # operations
 
@@ -276,7 +301,8 @@ class RecordingBackend(Wrapper):
 
         def failed(future: asyncio.Future[File]) -> None:
             created = entries and entries[0].kind == "create" and self._names.get(name) == number
-            if created and not future.cancelled() and future.exception() is not None:
+            kept = created and self._ask is not None and entries[0].ok
+            if created and not kept and not future.cancelled() and future.exception() is not None:
                 del self._names[name]
 
         self._ends(future, entries, opened)

@@ -230,6 +230,7 @@ class Recovery:
             await self.reclaimer.drop(segment, recycle=False)  # the writer may be making the spare file
         except OSError as error:
             self.logger.warning("asynckv: a dead segment could not be removed: %s", error)
+            self.table.log_unknown = True
             return False
         return True
 
@@ -380,3 +381,4 @@ class Recovery:
             )
         except OSError as error:
             self.logger.warning("asynckv: a recovered segment could not be sealed: %s", error)
+            self.table.log_unknown = True  # the next opening may believe records that this one left out
