@@ -184,5 +184,4 @@ cdef class Table(BlockMap):     # adds segments, spills, reloads and recovery
     cdef void release_desc_c(self, uint32_t desc_id) noexcept
     cdef int next_disk(self, uint32_t *cursor, DiskEntry *out) noexcept       # 1, or 0 at the end
     cdef uint32_t segment_first(self, uint32_t slot) noexcept                 # 0xFFFFFFFF at the end
-    cdef uint32_t segment_next(self, uint32_t entry, DiskEntry *out) noexcept # fills out, returns next
     cdef bytes desc_raw_c(self, uint32_t desc_id)

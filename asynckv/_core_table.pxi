@@ -327,10 +327,6 @@ cdef class Table(BlockMap):
     cdef uint32_t segment_first(self, uint32_t slot) noexcept:
         return self.segments[slot].head if slot < self.segment_count else NONE
 
-    cdef uint32_t segment_next(self, uint32_t entry, DiskEntry *out) noexcept:
-        fill_disk_entry(E(self, entry), out)
-        return E(self, entry).next
-
     cdef bytes desc_raw_c(self, uint32_t desc_id):
         return D(self, desc_id).raw
 

@@ -442,8 +442,11 @@ cdef class Records:
     def locations(self):
         """The blocks as a list of (index, offset, stored, checksum)."""
         cdef Py_ssize_t i
-        return [(i, self.items[i].offset, self.items[i].stored, self.items[i].checksum)
-                for i in range(self.count) if self.items[i].type == T_BLOCK]
+        cdef list found = []
+        for i in range(self.count):  # no comprehension: when memory is refused, Cython's frees an item twice
+            if self.items[i].type == T_BLOCK:
+                found.append((i, self.items[i].offset, self.items[i].stored, self.items[i].checksum))
+        return found
 
     def discard(self, Py_ssize_t index):
         """Forget one record: its payload is damaged."""

@@ -124,7 +124,10 @@ cdef class Ring(Slots):
         _live.add(self)
         try:
             self.opcodes = self.probe_opcodes()
-            missing = [name for name, code in OPCODES.items() if code not in self.opcodes]
+            missing = []
+            for name, code in OPCODES.items():
+                if code not in self.opcodes:
+                    missing.append(name)
             if missing:
                 raise OSError(errno.EOPNOTSUPP, f"this kernel's io_uring lacks {', '.join(missing)}")
             number = akv_eventfd()
@@ -491,7 +494,10 @@ cdef class Ring(Slots):
             self.keep()
             return self.in_flight
         self.dead = True
-        _leaked[:] = [ring for ring in _leaked if ring is not self]
+        for place in range(len(_leaked)):
+            if _leaked[place] is self:
+                del _leaked[place]
+                break
         akv_unmap(&self.ring)
         close_fd(self.ring.fd)
         self.ring.fd = -1
@@ -503,8 +509,10 @@ cdef class Ring(Slots):
 
     def keep(self):
         """Stay referenced, and with it the buffers of what is in flight, until a `close` succeeds."""
-        if not any(ring is self for ring in _leaked):
-            _leaked.append(self)
+        for ring in _leaked:
+            if ring is self:
+                return
+        _leaked.append(self)
 
     def __del__(self):
         if not self.closed and self.slots != NULL:

@@ -272,6 +272,10 @@ class Backend(ABC):
         """
         return self.call("open", name, create, size, direct)
 
+    def temporary(self, size: int = 0) -> asyncio.Future[File]:
+        """Open a new file that has no name, with so many bytes allocated: it touches none that is there."""
+        return self.call("temporary", size)
+
     def close_file(self, file: File) -> asyncio.Future[None]:
         """Close a file once nothing on it is in flight any more; runs even after its deadline."""
         return self.call("close", file)
@@ -283,6 +287,10 @@ class Backend(ABC):
     def settle(self, file: File) -> asyncio.Future[None]:
         """Wait for writes under way on a file that nobody here can await: those of a process that died."""
         return self.call("settle", file)
+
+    def links(self, file: File) -> asyncio.Future[int]:
+        """Return how many names a file has: two after a hard link, none after an unlink."""
+        return self.call("links", file)
 
     def truncate(self, file: File, size: int) -> asyncio.Future[None]:
         """Set the size of a file."""

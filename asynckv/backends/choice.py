@@ -8,7 +8,6 @@ and syncs a page in the directory it would be used in.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import mmap
@@ -29,7 +28,6 @@ _log = logging.getLogger("asynckv.backends")
 
 # Older kernels have rings too, with defects that took the field years to find; see libuv#4093, libuv#4638, deno#16265.
 KERNEL_MIN = (6, 1)
-PROBE_NAME = "probe.tmp"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -85,13 +83,7 @@ async def _prove(backend: Backend) -> None:
     source = memoryview(mmap.mmap(-1, size))
     source[:] = os.urandom(size)
     target = memoryview(mmap.mmap(-1, size))
-    try:
-        file = await backend.open(PROBE_NAME, create=True)
-    finally:  # also of a cancelled open, which may go on: cold calls run one after the other
-        removal = backend.unlink(PROBE_NAME)
-        removal.add_done_callback(_ignore)
-    with contextlib.suppress(FileNotFoundError):
-        await asyncio.shield(removal)  # cancelling it would call it off
+    file = await backend.temporary()
     try:
         await backend.write(file, 0, [source])
         await backend.read(file, 0, target)
@@ -104,12 +96,6 @@ async def _prove(backend: Backend) -> None:
         if source != target:
             raise NoRingError(errno.EIO, "a page read through the ring has other bytes than were written")
     await backend.close_file(file)
-
-
-def _ignore(future: asyncio.Future[Any]) -> None:
-    """Mark an exception as seen."""
-    if not future.cancelled():
-        future.exception()
 
 
 class ChosenBackend(Wrapper):

@@ -98,6 +98,10 @@ class Files:
         """Size of an open file."""
         return os.fstat(fd).st_size
 
+    def links(self, fd: int) -> int:
+        """How many names an open file has."""
+        return os.fstat(fd).st_nlink
+
     def truncate(self, fd: int, size: int) -> None:
         """Set the size of an open file."""
         os.ftruncate(fd, size)
@@ -219,7 +223,11 @@ class Files:
                     raise
         name = f"probe-{os.getpid()}-{os.urandom(4).hex()}.tmp"
         fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags)
-        self.unlink(name)
+        try:
+            self.unlink(name)
+        except BaseException:
+            self.close(fd)
+            raise
         return fd
 
     def probe_direct(self) -> tuple[bool, int, str]:

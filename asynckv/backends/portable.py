@@ -28,6 +28,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -223,9 +224,11 @@ class ThreadsBackend(Backend):
         match function:
             case "open":
                 return self._cold(Open, self._open, args, None, timeout)
+            case "temporary":
+                return self._cold(Open, self._temporary, args, None, timeout)
             case "close":
                 return self._cold(Close, self._close_file, args, args[0], timeout)
-            case "allocate" | "truncate" | "settle":
+            case "allocate" | "truncate" | "settle" | "links":
                 return self._cold(Call, getattr(self, "_" + function), args, args[0], timeout)
             case "statvfs":
                 return self._cold(Call, files.free_bytes, args, None, timeout)
@@ -290,18 +293,25 @@ class ThreadsBackend(Backend):
 
     def _open(self, name: str, create: bool = False, size: int = 0, direct: bool = True) -> File:
         flags = os.O_RDWR | (os.O_CREAT if create else 0)
+        opener = partial(self.files.open, name)
+        return self._open_by(opener, name, flags, size if create else 0, direct)
+
+    def _temporary(self, size: int) -> File:
+        return self._open_by(self.files.temporary, "", 0, size, True)
+
+    def _open_by(self, opener: Callable[[int], int], name: str, flags: int, size: int, direct: bool) -> File:
         direct = direct and self.transfers.direct
         files = self.files
         try:
-            fd = files.open(name, flags | (O_DIRECT if direct else 0))
+            fd = opener(flags | (O_DIRECT if direct else 0))
         except OSError as error:
             if not direct or error.errno not in NOT_DIRECT:
                 raise
-            fd = files.open(name, flags)
+            fd = opener(flags)
             direct = False
             self.transfers.refuse(error)
         try:
-            if create and size:
+            if size:
                 files.allocate(fd, size)
             return File(name, fd, direct=direct, size=files.size(fd))
         except BaseException:
@@ -319,6 +329,9 @@ class ThreadsBackend(Backend):
 
     def _settle(self, file: File) -> None:
         self.files.settle(file.fd)
+
+    def _links(self, file: File) -> int:
+        return self.files.links(file.fd)
 
     def _truncate(self, file: File, size: int) -> None:
         self.files.truncate(file.fd, size)

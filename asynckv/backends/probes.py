@@ -64,7 +64,6 @@ READ_BYTES = 64 << 10
 WRITE_BYTES = 1 << 20
 SPEED_FILE_MAX = 256 << 20
 SPEED_FILE_MIN = 4 << 20
-SPEED_NAME = "speed.tmp"
 READ_DEPTH = 16
 WRITE_DEPTH = 4
 SHARES = (0.4, 0.35, 0.25)  # of the time: writes, reads at depth, reads one by one
@@ -235,8 +234,7 @@ async def speed(engine: str, directory: str, seconds: float = 2.0) -> Speed:
     await backend.start(directory)
     try:
         size = max(min(SPEED_FILE_MAX, await backend.free_bytes() // 4), SPEED_FILE_MIN) // WRITE_BYTES * WRITE_BYTES
-        file = await backend.open(SPEED_NAME, create=True, size=size)
-        await backend.unlink(SPEED_NAME)
+        file = await backend.temporary(size)
         run = _SpeedRun(backend, file, size)
         write_rate = await run.write(seconds * SHARES[0])
         with contextlib.suppress(OSError):  # so that a buffered engine reads from the disk, too

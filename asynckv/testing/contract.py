@@ -413,6 +413,29 @@ class BackendContract:
             assert await backend.list() == []
             assert await backend.free_bytes() > 0
 
+    async def test_a_file_without_a_name_touches_no_other(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as backend:
+            file = await backend.temporary(4 * PAGE)
+            assert file.size == 4 * PAGE
+            assert await backend.links(file) == 0
+            assert await backend.list() == []
+            data, target = aligned(PAGE), aligned(PAGE)
+            data[:] = pattern(PAGE)
+            await backend.write(file, PAGE, [data])
+            await backend.read(file, PAGE, target)
+            assert bytes(target) == pattern(PAGE)
+            await backend.close_file(file)
+
+    async def test_names_of_a_file_are_counted(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as backend:
+            file = await backend.open("a", create=True)
+            assert await backend.links(file) == 1
+            os.link(tmp_path / "a", tmp_path / "b")
+            assert await backend.links(file) == 2
+            await backend.unlink("a")
+            await backend.unlink("b")
+            assert await backend.links(file) == 0
+
     async def test_settle_changes_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "sparse").touch()
         os.truncate(tmp_path / "sparse", 64 * PAGE)

@@ -36,8 +36,8 @@ class FaultyFiles(Files):
     """The raw calls of an engine, with faults.
 
     Operations are the names of the calls: preadv, pwritev, fdatasync, fsync, open, close, truncate, allocate, settle,
-    rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file. A slow or hanging call blocks its
-    worker, as a real one would.
+    links, rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file. A slow or hanging call blocks
+    its worker, as a real one would.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def _named(call: Any, name: str) -> Any:
 
 
 for _kind, _names in (
-    (_with_fault, "fdatasync fsync open truncate allocate settle rename unlink list stat free_bytes"),
+    (_with_fault, "fdatasync fsync open truncate allocate settle links rename unlink list stat free_bytes"),
     (_of_parts, "sync_directory read_file write_file temporary probe_direct"),
     (_without, "set_direct size sleep alignment cached"),
 ):

@@ -15,6 +15,7 @@ __all__ = ["MemoryDisk", "MemoryFiles"]
 
 PAGE = 4096
 SECTOR = 512
+NO_NAME = "/"  # no file can have it
 FD_FIRST = 1 << 30  # far from every descriptor of the system, which somebody may close by mistake
 
 
@@ -141,6 +142,12 @@ class MemoryFiles(Files):
         self._open[fd] = (data, [flags])
         return fd
 
+    def temporary(self, flags: int) -> int:
+        """Open a file without a name."""
+        fd = self.open(NO_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags)
+        self.unlink(NO_NAME)
+        return fd
+
     def close(self, fd: int) -> None:
         """Close a descriptor."""
         data = self._data(fd)
@@ -193,6 +200,11 @@ class MemoryFiles(Files):
         """Size of an open file."""
         return len(self._data(fd).bytes)
 
+    def links(self, fd: int) -> int:
+        """How many names an open file has."""
+        data = self._data(fd)
+        return sum(data is each for each in self.disk.names.values())
+
     def truncate(self, fd: int, size: int) -> None:
         """Set the size of an open file."""
         data = self._data(fd)
@@ -243,9 +255,8 @@ class MemoryFiles(Files):
     def probe_direct(self) -> tuple[bool, int, str]:
         """Find out by opening a file."""
         try:
-            fd = self.open("probe", os.O_RDWR | os.O_CREAT | O_DIRECT)
+            fd = self.temporary(O_DIRECT)
         except OSError as error:
             return False, PAGE, os.strerror(error.errno or 0)
-        self.unlink("probe")
         self.close(fd)
         return True, PAGE, ""

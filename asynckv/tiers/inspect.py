@@ -28,12 +28,12 @@ from asynckv._record import (
 from asynckv.blocks import namespace_digest
 from asynckv.errors import CorruptStoreError, UnsafeDirectoryError
 from asynckv.tiers.directory import Directory
+from asynckv.tiers.evidence import Evidence, proven_header, scannable
 from asynckv.tiers.layout import (
     LOG_START,
-    NUMBER_MAX,
     PAGE,
     SNAPSHOT_NAME,
-    SPARE_NAME,
+    SPARE_NAMES,
     SUPERBLOCK_NAME,
     Seal,
     SegmentHeader,
@@ -44,8 +44,7 @@ from asynckv.tiers.layout import (
     segment_seed,
     snapshot_seed,
 )
-from asynckv.tiers.offline import SegmentFile, footer_chunks, header_from_seal, read_range
-from asynckv.tiers.recovery import LOST_NUMBERS_MAX
+from asynckv.tiers.offline import SegmentFile, footer_chunks, read_range
 from asynckv.tiers.report import LIVE, LOST, REMOVED, BlockPlace, DirectoryReport, SegmentReport, Space
 from asynckv.tiers.scan import scan_segment, verify_batch
 
@@ -159,34 +158,53 @@ class Inspector:
         self.total = 0
         self.done = 0
         self.oldest_live = 0
-        self.unreadable: list[int] = []  # files without a trace of any segment
+        self.evidence = Evidence(b"")
+        self.unreadable: list[SegmentFile] = []  # nobody's, as far as their bytes tell
 
     def run(self) -> DirectoryReport:
         """Look at everything."""
         self._list()
         for file in self.files:
             file.peek()
-        store_id = self._superblock()
-        digests = {
-            known.namespace: None for file in self.files for known in (file.header, file.seal) if known is not None
-        }
-        self._snapshot(store_id, digests)
-        digests[namespace_digest(None)] = None
+        self.evidence = Evidence(self._superblock())
+        self._weigh()
         for file in sorted(self.files, key=lambda each: -each.report.number):
             if file.error or not file.sized:
                 file.report.damage.append(
                     f"cannot be opened: {file.error}" if file.error else "not the size of a segment"
                 )
+                self._lose(file)
                 continue
             if not file.open():
                 continue  # reclaimed since
             try:
-                self._segment(file, store_id, list(digests))
+                self._segment(file)
             finally:
                 file.close()
             self.done += 0 if self.verify else file.report.size
         self._live()
         return self.report
+
+    def _weigh(self) -> None:
+        """Learn from all pages what an opening learns from them."""
+        evidence = self.evidence
+        head = self._head()
+        for file in self.files:
+            evidence.learn(file.header, file.seal)
+        evidence.learn_snapshot(head)
+        for file in self.files:
+            evidence.learn_claim(file.report.number, file.claim, (file.space, namespace_digest(None)))
+            header, seal = file.own(evidence.store_id)
+            for page in (header, seal):
+                if page is not None:
+                    self.oldest_live = max(self.oldest_live, page.oldest_live)
+            if file.elsewhere(evidence.store_id) and file.header is not None:
+                self._space(file.header.namespace).displaced.add(file.header.number)
+        if head is not None and self.verify and not self._entries(head):
+            self._snapshot_damaged()
+
+    def _space(self, digest: bytes) -> Space:
+        return self.spaces.setdefault(digest, Space(digest))
 
     def _list(self) -> None:
         report = self.report
@@ -207,10 +225,13 @@ class Inspector:
                 self.total += info.st_size
                 file = SegmentFile(self.directory, segment)
                 if not stat.S_ISREG(info.st_mode):
-                    file.error = "not a plain file"
+                    file.plain, file.error = False, "not a plain file"
                 self.files.append(file)
-            elif name == SPARE_NAME:
-                report.spare_bytes = info.st_size
+            elif name in SPARE_NAMES:
+                if stat.S_ISREG(info.st_mode):
+                    report.spare_bytes += info.st_size
+                else:
+                    report.damage.append(f"{name!r} is not a file")
 
     # -- the small files -----------------------------------------------------------------------------------------
 
@@ -239,17 +260,21 @@ class Inspector:
         votes = Counter(file.header.store_id for file in self.files if file.header is not None)
         return votes.most_common(1)[0][0] if votes else b""
 
-    def _snapshot(self, store_id: bytes, digests: dict[bytes, None]) -> None:
+    def _head(self) -> SnapshotHead | None:
+        """The head of the snapshot, when it is this store's."""
         data = self._small(SNAPSHOT_NAME, 1 << 16)
         if data is None:
-            return
+            return None
         head = SnapshotHead.decode(data)
-        if head is None or head.store_id != store_id or (self.verify and not self._entries(head)):
-            self.report.snapshot = "damaged"
-            self.report.damage.append("the index snapshot is damaged")
-            return
+        if head is None or head.store_id != self.evidence.store_id:
+            self._snapshot_damaged()
+            return None
         self.report.snapshot = "valid head"
-        digests[head.namespace] = None
+        return head
+
+    def _snapshot_damaged(self) -> None:
+        self.report.snapshot = "damaged"
+        self.report.damage.append("the index snapshot is damaged")
 
     def _entries(self, head: SnapshotHead) -> bool:
         """Read the whole snapshot into its namespace; False when it is damaged."""
@@ -257,6 +282,8 @@ class Inspector:
         start = SnapshotHead.head_bytes(len(head.segments))
         numbers = [number for number, _ in head.segments]
         space = Space(head.namespace, indexed=True)
+        if head.namespace in self.spaces:
+            space.displaced = self.spaces[head.namespace].displaced
         fd = os.open(SNAPSHOT_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd)
         total = 0
         try:
@@ -279,9 +306,10 @@ class Inspector:
             os.close(fd)
         if total != head.entries:
             return False
-        if any(file.report.number not in numbers and _may_be_of(file, head) for file in self.files):
+        present = self._present(head.namespace)
+        if present - set(numbers):
             return False  # older than the log
-        gone = set(numbers) - {file.report.number for file in self.files if _may_be_of(file, head)}
+        gone = set(numbers) - present
         self.report.damage += [f"segment {number} is missing" for number in sorted(gone)]
         space.broken = bool(gone)
         for name, entry in space.keys.items():
@@ -292,31 +320,48 @@ class Inspector:
 
     # -- segments ------------------------------------------------------------------------------------------------
 
-    def _segment(self, file: SegmentFile, store_id: bytes, digests: list[bytes]) -> None:
-        report, header, seal = file.report, file.header, file.seal
-        if seal is not None and seal.store_id != store_id:
-            seal = None
-        if header is not None and (header.store_id != store_id or header.number != report.number):
-            if seal is None:
-                report.state = "foreign" if header.store_id != store_id else "misplaced"
-                if report.state == "misplaced":
-                    report.damage.append(f"this is segment {header.number} under another name")
-                return
-            header = None
-        if header is not None and seal is not None and seal.namespace != header.namespace:
-            seal = None
-        if header is None:
+    def _present(self, digest: bytes) -> set[int]:
+        """Numbers of the files that an opening takes for segments of a namespace."""
+        found = set()
+        for file in self.files:
+            header, _ = file.own(self.evidence.store_id)
+            number, size = file.report.number, file.report.size
+            if header is not None:
+                mine = header.namespace == digest
+            else:
+                mine = file.plain and file.header is None and scannable(size)
+                mine = mine and self.evidence.perhaps(digest, number, size)
+            if mine:
+                found.add(number)
+        return found
+
+    def _lose(self, file: SegmentFile) -> None:
+        """Nothing in a file is of a namespace that we know."""
+        if file.plain:
+            self.unreadable.append(file)
+        for space in self.spaces.values():
+            self._indexed_only(file, space)
+
+    def _segment(self, file: SegmentFile) -> None:
+        report = file.report
+        header, seal = file.own(self.evidence.store_id)
+        if header is None and file.header is not None:
+            if file.elsewhere(self.evidence.store_id):
+                report.state = "misplaced"
+                report.damage.append(f"this is segment {file.header.number} under another name")
+            else:
+                report.state = "foreign"
+            return
+        if header is None or header is not file.header:
             report.damage.append("the header is damaged")
-            header = header_from_seal(seal) if seal is not None else self._guess(file, store_id, digests)
-        if header is None or report.number >= NUMBER_MAX:
+            header = header or self._guess(file)
+        if header is None:
             self._orphan(file)
-            for space in self.spaces.values():
-                self._indexed_only(file, space)
+            self._lose(file)
             return
         report.state = "open" if seal is None else "sealed"
-        space = self.spaces.setdefault(header.namespace, Space(header.namespace))
+        space = self._space(header.namespace)
         report.namespace = space.name
-        self.oldest_live = max(self.oldest_live, header.oldest_live, seal.oldest_live if seal is not None else 0)
         if report.number < self.oldest_live:
             report.state = "dead"
             return
@@ -329,29 +374,28 @@ class Inspector:
         if skipped:
             space.ended = ended
 
-    def _guess(self, file: SegmentFile, store_id: bytes, digests: list[bytes]) -> SegmentHeader | None:
-        """A header that the file's records prove, under one of the namespaces that are known."""
-        number = file.report.number
-        for digest in digests:
-            scan: Scan = file.run(scan_segment(file.report.size, segment_seed(store_id, digest, number)))
+    def _guess(self, file: SegmentFile) -> SegmentHeader | None:
+        """A header that the file's claim or records prove, under one of the namespaces that are known."""
+        number, size = file.report.number, file.report.size
+        if not scannable(size):
+            return None
+        for digest in dict.fromkeys([*self.evidence.named, namespace_digest(None)]):
+            if not self.evidence.perhaps(digest, number, size):
+                continue
+            scan: Scan = file.run(scan_segment(size, segment_seed(self.evidence.store_id, digest, number)))
             first = scan.batches[0].header if scan.batches else scan.claim_page
             if first is not None:
-                return SegmentHeader(
-                    store_id=store_id,
-                    namespace=digest,
-                    number=number,
-                    oldest_live=min(int(first.oldest_live), number),
-                    sequence=int(first.sequence),
-                    size=file.report.size,
-                    sealed_upto=min(int(first.sealed_upto), number),
-                    previous=min(int(first.previous), max(number - 1, 0)),
-                )
+                made = self.made_size(digest) or size
+                return proven_header(self.evidence.store_id, digest, number, made, first)
         return None
+
+    def made_size(self, digest: bytes) -> int:
+        """The size that a namespace's segments are made with; 0 when no page tells."""
+        known = [page for file in self.files for page in file.own(self.evidence.store_id) if page is not None]
+        return max((page.size for page in known if page.namespace == digest), default=0)
 
     def _orphan(self, file: SegmentFile) -> None:
         """Nothing in it is of a namespace that we know. Are there records of one that we do not know?"""
-        if not SegmentHeader.traced(file.read(0, PAGE)):
-            self.unreadable.append(file.report.number)
         for start in range(0, file.report.size // PAGE * PAGE, WINDOW_BYTES):
             data = file.read(start, min(WINDOW_BYTES, file.report.size // PAGE * PAGE - start))
             if find_chunk(data, 0, len(data)) >= 0:
@@ -360,25 +404,35 @@ class Inspector:
                 break
 
     def _chain(self, report: SegmentReport, space: Space, header: SegmentHeader, seal: Seal | None) -> bool:
-        """Hold a segment against what newer ones say of it; whether an opening would leave it out."""
-        known = {file.report.number for file in self.files}
-        newest = space.expected is None
-        if not newest and space.expected is not None and report.number > space.expected:
+        """Hold a segment against what newer ones say of it, as recovery does; whether it would be left out."""
+        number, expected = report.number, space.expected
+        if not space.ended:
+            missing = 0
+            displaced = space.displaced and space.displaced - self._present(space.digest)
+            if any(each > number for each in displaced):
+                report.damage.append("a newer segment has lost its name")
+                space.ended = space.broken = True
+            elif expected is None and self._has_lost(space.digest, number):
+                space.ended = True  # one of them may have been newer, and have replaced or removed anything
+            elif expected is not None and number < expected:
+                missing = expected
+            if not missing and expected is None and seal is not None and seal.next > number:
+                missing = seal.next
+            if missing >= max(self.oldest_live, 1):
+                report.damage.append(f"segment {missing}, which was newer, is missing")
+                space.ended = space.broken = True
+        if expected is not None and number > expected:
             return True  # it was given up before the newer ones were made
-        missing = None if space.expected in (None, report.number) else space.expected
-        if newest and seal is not None and seal.next > report.number and seal.next not in known:
-            missing = seal.next
-        if missing is not None and missing >= max(self.oldest_live, 1):
-            report.damage.append(f"segment {missing}, which was newer, is missing")
-            space.ended = space.broken = True
-        alone = all(f.header is None or f.header.namespace == space.digest for f in self.files)
-        if newest and alone and any(0 < each - report.number <= LOST_NUMBERS_MAX for each in self.unreadable):
-            space.ended = True  # one of them may have been newer, and have replaced or removed anything
         space.sealed_upto = max(space.sealed_upto, header.sealed_upto)
-        if seal is None and report.number <= space.sealed_upto:
+        if seal is None and number <= space.sealed_upto:
             report.damage.append("the seal is damaged")
         space.expected = seal.previous if seal is not None else header.previous
         return False
+
+    def _has_lost(self, digest: bytes, number: int) -> bool:
+        """Whether a file that may have been a newer segment of a namespace is nobody's any more."""
+        lost = [file.report for file in self.unreadable]
+        return any(each.number > number and self.evidence.perhaps(digest, each.number, each.size) for each in lost)
 
     def _contents(self, file: SegmentFile, space: Space, header: SegmentHeader, seal: Seal | None) -> None:
         report = file.report
@@ -398,8 +452,10 @@ class Inspector:
             space.expected_good = seal.previous_good
             if self.verify:
                 scan = file.run(scan_segment(report.size, seed))
-                if scan.cut(header.sequence, seal.batches, seal.last_sequence) is not None:
+                if scan.loss(header, seal, 0, ended=False) is not None:
                     report.damage.append("batches that had been written are missing")
+                elif scan.lacks_claim(header):
+                    report.damage.append("the claim is damaged")
                 for found in scan.batches:
                     self._copies(file, found, seed, seal.durable)
         if not report.complete:
@@ -412,23 +468,16 @@ class Inspector:
         """A segment without a footer, batch by batch; the same decisions as in recovery."""
         report = file.report
         report.batches = len(scan.batches)
-        limit = seal.durable if seal is not None else scan.durable_below
-        if seal is None and 0 < space.expected_good <= len(scan.batches):
-            limit = max(limit, scan.batches[space.expected_good - 1].end)
-        if seal is not None:
-            cut = scan.cut(header.sequence, seal.batches, seal.last_sequence)
-        elif scan.footer_batches >= 0:
-            cut = scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
-        elif self.verify and (report.number <= space.sealed_upto or report.size < header.size):
-            cut = len(scan.batches)
-        else:
-            cut = scan.cut(header.sequence, space.expected_good)
+        limit = scan.known_durable(header, seal, space.expected_good)
+        ended = self.verify and (report.number <= space.sealed_upto or report.size < header.size)
+        cut = scan.loss(header, seal, space.expected_good, ended=ended)
         if cut is not None:
             report.damage.append("batches that had been written are missing")
         report.complete = cut is None
         for index in range(len(scan.batches) - 1, -1, -1):
             found = scan.batches[index]
             space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))
+            self.oldest_live = max(self.oldest_live, int(found.header.oldest_live))
             space.ended |= cut is not None and index < cut
             records, damaged = found.records(), set[int]()
             if self.verify and found.offset >= limit:
@@ -521,12 +570,3 @@ class Inspector:
             for place in space.live:
                 by_number[place.segment].live_blocks += 1
                 by_number[place.segment].live_bytes += place.stored
-
-
-def _may_be_of(file: SegmentFile, head: SnapshotHead) -> bool:
-    """Whether an opening takes a file for a segment of the snapshot's namespace."""
-    number = file.report.number
-    known = [each for each in (file.header, file.seal) if each is not None and each.number == number]
-    if known:
-        return any(each.store_id == head.store_id and each.namespace == head.namespace for each in known)
-    return file.header is None and file.sized and number < NUMBER_MAX

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from asynckv._record import CHUNK_MAX
-from asynckv.tiers.layout import PAGE, SEGMENT_BYTES_MAX, Seal, SegmentHeader
+from asynckv.tiers.evidence import own_pages
+from asynckv.tiers.layout import CLAIM_AT, PAGE, SEGMENT_BYTES_MAX, Seal, SegmentHeader
 from asynckv.tiers.scan import footer_chunk
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from asynckv.tiers.directory import Directory
     from asynckv.tiers.report import BlockPlace, SegmentReport
 
-__all__ = ["SegmentFile", "footer_chunks", "header_from_seal", "read_range"]
+__all__ = ["SegmentFile", "footer_chunks", "read_range"]
 
 
 class SegmentFile:
@@ -29,7 +30,11 @@ class SegmentFile:
     report
         What becomes known of it.
     header, seal
-        Of its first and its last page, when they verify. The seal is this very segment's.
+        Its first and its last page, when they verify, whoever's they are.
+    space, claim
+        Of a file without both: the namespace in its damaged first page, and its claim.
+    plain
+        It is a file.
     error
         Why it could not be opened; empty when it could.
     """
@@ -38,6 +43,9 @@ class SegmentFile:
         self.report = report
         self.header: SegmentHeader | None = None
         self.seal: Seal | None = None
+        self.space = b""
+        self.claim = memoryview(b"")
+        self.plain = True
         self.error = ""
         self._directory = directory
         self._fd = -1
@@ -45,18 +53,30 @@ class SegmentFile:
     @property
     def sized(self) -> bool:
         """Whether it has a size that a segment may have."""
-        return 2 * PAGE <= self.report.size <= SEGMENT_BYTES_MAX
+        return PAGE <= self.report.size <= SEGMENT_BYTES_MAX
 
     def peek(self) -> None:
         """Read its first and its last page."""
-        if not self.sized or not self.open():
+        if not self.plain or not self.sized or not self.open():
             return
         last = self.report.size // PAGE * PAGE - PAGE
-        self.header = SegmentHeader.decode(self.read(0, PAGE))
-        seal = Seal.decode(self.read(last, PAGE), last)
-        if seal is not None and seal.number == self.report.number:
-            self.seal = seal
+        first_page = self.read(0, PAGE)
+        self.header = SegmentHeader.decode(first_page)
+        if last > 0:
+            self.seal = Seal.decode(self.read(last, PAGE), last)
+        if self.header is None and self.seal is None and last > CLAIM_AT:
+            self.space = SegmentHeader.named_space(first_page)
+            self.claim = self.read(CLAIM_AT, PAGE)
         self.close()
+
+    def own(self, store_id: bytes) -> tuple[SegmentHeader | None, Seal | None]:
+        """Header and seal as far as they are this store's and this segment's."""
+        return own_pages(store_id, self.report.number, self.header, self.seal)
+
+    def elsewhere(self, store_id: bytes) -> bool:
+        """Whether its first page is that of another segment of this store."""
+        header = self.header
+        return header is not None and header.store_id == store_id and header.number != self.report.number
 
     def open(self) -> bool:
         """Open the file; it has to be a plain one. False when that fails."""
@@ -116,20 +136,6 @@ def _fill(fd: int, offset: int, view: memoryview) -> bool:
     except OSError:
         return False
     return True
-
-
-def header_from_seal(seal: Seal) -> SegmentHeader:
-    """The header that a seal is the second copy of."""
-    return SegmentHeader(
-        store_id=seal.store_id,
-        namespace=seal.namespace,
-        number=seal.number,
-        oldest_live=seal.oldest_live,
-        sequence=seal.sequence,
-        size=seal.size,
-        sealed_upto=0,
-        previous=seal.previous,
-    )
 
 
 def footer_chunks(file: SegmentFile, seed: int, seal: Seal) -> list[Records] | None:

@@ -26,9 +26,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asynckv._record import KIND_CLAIM, chunk_bytes, read_chunk
 from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
+from asynckv.tiers.evidence import Evidence, own_pages, scannable
 from asynckv.tiers.layout import (
     CLAIM_AT,
     LOCK_NAME,
@@ -39,14 +39,12 @@ from asynckv.tiers.layout import (
     SUPERBLOCK_NAME,
     Seal,
     SegmentHeader,
-    SnapshotHead,
     decode_superblock,
     encode_superblock,
     pages,
     parse_segment_name,
-    segment_seed,
 )
-from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare, has_one_name
+from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare
 from asynckv.tiers.snapshot import peek_snapshot
 
 if TYPE_CHECKING:
@@ -62,7 +60,6 @@ __all__ = ["Opening"]
 
 PEEKS_AT_ONCE = 16
 NAME_BYTES = 64  # of the directory file, per segment
-LOST_NUMBERS_MAX = SEGMENTS_MAX  # in a row, of births that failed or of segments that were given up
 
 
 @dataclass(slots=True)
@@ -121,9 +118,7 @@ class Opening:
         self.displaced: set[int] = set()
         self.unreadable: set[int] = set()
         self.next_sequence = 1
-        self._highest = 0  # number that a page of this store names
-        self._others: set[bytes] = set()  # namespaces that a page of this store names, without ours
-        self._theirs: set[int] = set()  # numbers of segments that pages of theirs name
+        self._evidence = Evidence(b"")
         self._claimed: set[int] = set()  # numbers of segments with a damaged first page that have a claim of ours
         self.snapshot_size = -1
         self.snapshot_charge = 0
@@ -167,18 +162,21 @@ class Opening:
         self.set.overhead = overhead
         peeks = await self._peek_all(found)
         self.set.store_id = await self._store_id(names, in_the_way, [peek.header for peek in peeks])
+        evidence = self._evidence = Evidence(self.set.store_id)
         for peek in peeks:
-            self._learn(peek)
+            evidence.learn(peek.header, peek.seal)
         if self.snapshot_size >= 0:
-            await self._learn_from_snapshot()
+            with contextlib.suppress(OSError):
+                evidence.learn_snapshot(await peek_snapshot(self.backend, self.snapshot_size))
+        ours = self.set.namespace
         for segment, peek in zip(found, peeks, strict=True):
-            if chunk_bytes(peek.claim, 0):
-                self._learn_from_claim(segment.number, peek)
-                await asyncio.sleep(0)
+            if evidence.learn_claim(segment.number, peek.claim, (ours, peek.space)) == ours:
+                self._claimed.add(segment.number)
+            await asyncio.sleep(0)
         both = sorted(zip(found, peeks, strict=True), key=lambda each: (not self._is_stray(each[0]), each[0].number))
         for segment, peek in both:
             self._classify(segment, peek)
-        self.set.next_number = max(self.set.next_number, self._highest + 1)
+        self.set.next_number = max(self.set.next_number, evidence.highest + 1)
         await self._remove_dead()
 
     def _fixed_overhead(self, names: set[str]) -> int:
@@ -191,7 +189,7 @@ class Opening:
         if self.set.spare is None and self.set.segment_bytes // 2 <= size <= self.set.segment_bytes:
             with contextlib.suppress(OSError):
                 file = await self.backend.open(name)
-                if has_one_name(file):
+                if await self.set.has_one_name(file):
                     await self.backend.settle(file)
                     self.set.spare, self.set.spare_name = Spare(file, size, charge), name
                     return
@@ -291,80 +289,35 @@ class Opening:
         self.set.bytes_written += PAGE
         return store_id
 
-    def _learn(self, peek: _Peek) -> None:
-        """Note what the pages of this store say of other segments, under whatever name they lie."""
-        for page in (peek.header, peek.seal):
-            if page is not None and page.store_id == self.set.store_id:
-                following = page.next if isinstance(page, Seal) else 0
-                self._name(page.namespace, {page.number, page.previous, following}, max(page.number, following))
-
-    def _name(self, namespace: bytes, numbers: set[int], highest: int) -> None:
-        self._highest = max(self._highest, highest)
-        if namespace != self.set.namespace:
-            self._others.add(namespace)
-            self._theirs |= numbers
-
-    async def _learn_from_snapshot(self) -> None:
-        head: SnapshotHead | None = None
-        with contextlib.suppress(OSError):
-            head = await peek_snapshot(self.backend, self.snapshot_size)
-        if head is not None and head.store_id == self.set.store_id:
-            self._name(head.namespace, {number for number, _ in head.segments}, head.next_number - 1)
-
-    def _learn_from_claim(self, number: int, peek: _Peek) -> None:
-        """Find the namespace whose claim it is: ours, one that has other segments, or what the first page says."""
-        for namespace in (self.set.namespace, peek.space, *self._others):
-            seed = segment_seed(self.set.store_id, namespace, number)
-            if read_chunk(peek.claim, 0, KIND_CLAIM, seed, CLAIM_AT) is not None:
-                self._name(namespace, {number}, number)
-                if namespace == self.set.namespace:
-                    self._claimed.add(number)
-                return
-
     def _is_stray(self, segment: Segment) -> bool:
-        """Whether a number is so far above all that the store's pages name that no segment of it can have it."""
-        return segment.number > self._highest + LOST_NUMBERS_MAX
+        return self._evidence.is_stray(segment.number)
 
     def _classify(self, segment: Segment, peek: _Peek) -> None:
-        header, seal = peek.header, peek.seal
-        ours = self.set.store_id
-        if seal is not None and (seal.store_id != ours or seal.number != segment.number):
-            seal = None
-        if header is not None and (header.store_id != ours or header.number != segment.number):
-            if header.store_id == ours and header.namespace == self.set.namespace:
-                self.displaced.add(header.number)
-            if seal is None:
+        store_id, namespace = self.set.store_id, self.set.namespace
+        page = peek.header
+        header, seal = own_pages(store_id, segment.number, page, peek.seal)
+        if page is not None and (page.store_id != store_id or page.number != segment.number):
+            if page.store_id == store_id and page.namespace == namespace:
+                self.displaced.add(page.number)
+            if header is None:
                 self.damaged(f"segment {segment.number} belongs to another store or another place")
                 self._add(segment)
                 return
-            header = None
-        if header is None and seal is not None:
-            self.damaged(f"the header of segment {segment.number} is damaged")
-            header = SegmentHeader(
-                store_id=seal.store_id,
-                namespace=seal.namespace,
-                number=seal.number,
-                oldest_live=seal.oldest_live,
-                sequence=seal.sequence,
-                size=seal.size,
-                sealed_upto=0,
-                previous=seal.previous,
-            )
-        if seal is not None and header is not None and seal.namespace != header.namespace:
-            seal = None
+            page = None
         segment.header = header
         if header is None:
             # Perhaps ours with a bad first page: the scan tells. Absurd sizes and numbers are not worth one.
-            perhaps = segment.size <= SEGMENT_BYTES_MAX and not self._is_stray(segment)
-            perhaps = perhaps and segment.number not in self._theirs
-            segment.own = perhaps and segment.size >= 2 * PAGE
+            perhaps = self._evidence.perhaps(namespace, segment.number, segment.size)
+            segment.own = perhaps and scannable(segment.size)
             if not segment.own:
                 self.damaged("a segment file is unreadable")
                 if perhaps:
                     self.unreadable.add(segment.number)
             self._add(segment)
             return
-        segment.own = header.namespace == self.set.namespace
+        if page is None:
+            self.damaged(f"the header of segment {segment.number} is damaged")
+        segment.own = header.namespace == namespace
         segment.first_sequence = header.sequence
         segment.sealed = seal is not None
         if segment.own and seal is not None:

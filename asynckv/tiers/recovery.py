@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from asynckv._record import CHUNK_MAX, apply_records
 from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
-from asynckv.tiers.layout import PAGE, Seal, SegmentHeader
+from asynckv.tiers.evidence import proven_header
+from asynckv.tiers.layout import PAGE
 from asynckv.tiers.log import DURABLE
 from asynckv.tiers.scan import Found, Scan, footer_chunk, scan_segment, verify_batch
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from asynckv._core import Table
     from asynckv._record import Records
+    from asynckv.tiers.layout import Seal, SegmentHeader
     from asynckv.tiers.log import Batch, LogWriter
     from asynckv.tiers.reclaim import Reclaimer
     from asynckv.tiers.segment import Segment, SegmentSet
@@ -311,8 +313,9 @@ class Recovery:
         for found in scan.batches:
             self._sealed_upto = max(self._sealed_upto, int(found.header.sealed_upto))
             self.set.oldest_live = max(self.set.oldest_live, int(found.header.oldest_live))
-        cut = self._loss(segment, header, scan, seal)
-        limit = self._durable_below(scan, seal, header.claimed)
+        ended = segment.number <= self._sealed_upto or segment.size < header.size
+        cut = scan.loss(header, seal, self._previous_good, ended=ended)
+        limit = scan.known_durable(header, seal, self._previous_good)
         if seal is None:
             self._previous = header.previous
             self._previous_good = max((int(found.header.previous_good) for found in scan.batches), default=0)
@@ -333,41 +336,11 @@ class Recovery:
         """The segment's header, or one that its claim or records prove; None when nothing in it is ours."""
         first = scan.batches[0].header if scan.batches else scan.claim_page
         if segment.header is None and first is not None:
-            segment.header = SegmentHeader(
-                store_id=self.set.store_id,
-                namespace=self.set.namespace,
-                number=segment.number,
-                oldest_live=min(int(first.oldest_live), segment.number),
-                sequence=int(first.sequence),
-                size=self.set.segment_bytes,
-                sealed_upto=min(int(first.sealed_upto), segment.number),
-                previous=min(int(first.previous), segment.number - 1),
-                claimed=True,
+            segment.header = proven_header(
+                self.set.store_id, self.set.namespace, segment.number, self.set.segment_bytes, first
             )
             self.damaged(f"the header of segment {segment.number} is damaged")
         return segment.header
-
-    def _loss(self, segment: Segment, header: SegmentHeader, scan: Scan, seal: Seal | None) -> int | None:
-        if seal is not None:
-            return scan.cut(header.sequence, seal.batches, seal.last_sequence)
-        if scan.footer_batches >= 0:
-            return scan.cut(header.sequence, scan.footer_batches, scan.footer_sequence)
-        if segment.number <= self._sealed_upto or segment.size < header.size:
-            return len(scan.batches)  # it had a seal and a footer, and both are gone
-        if header.claimed and scan.claim_page is None and not scan.batches:
-            return 0  # a claim is torn only where it was to speak of batches, durable by then
-        return scan.cut(header.sequence, self._previous_good)
-
-    def _durable_below(self, scan: Scan, seal: Seal | None, claimed: bool) -> int:
-        """Offset below which every batch is known to have been durable: what is damaged there is no torn write."""
-        if seal is not None:
-            return seal.durable
-        limit = scan.durable_below
-        if claimed and scan.claim_page is None and scan.batches:  # torn: at least one batch was durable
-            limit = max(limit, scan.batches[0].end)
-        if 0 < self._previous_good <= len(scan.batches):
-            limit = max(limit, scan.batches[self._previous_good - 1].end)
-        return limit
 
     async def _verified(self, segment: Segment, scan: Scan, first: int, limit: int) -> list[tuple[Found, Records]]:
         """Parsed batches from one on. Payloads that may be torn are verified; records of torn ones are left out."""

@@ -156,7 +156,7 @@ def repair_directory(path: str | os.PathLike[str], *, progress: Callable[[int, i
     headless = {segment.namespace for segment in before.segments if "the header is damaged" in segment.damage}
     # A file that lost its header is taken for anybody's until its owner was opened: owners first.
     for digest in sorted(before.spaces, key=lambda each: before.spaces[each].name not in headless):
-        repair.rewritten += _repair_space(path, digest, before, progress)
+        _repair_space(path, digest, repair, progress)
     repair.after = _look(path, progress, repair.removed)
     if repair.removed:
         repair.after = _look(path, progress)
@@ -214,12 +214,12 @@ def _tidy(directory: Directory, report: DirectoryReport, removed: list[str]) -> 
 def _repair_space(
     path: str | os.PathLike[str],
     digest: bytes,
-    before: DirectoryReport,
+    repair: Repair,
     progress: Callable[[int, int], object] | None,
-) -> list[int]:
-    """Open one namespace, and write its damaged segments anew; their numbers."""
-    name = before.spaces[digest].name
-    sizes = [segment.size for segment in before.segments if segment.namespace == name]
+) -> None:
+    """Open one namespace, and write its damaged segments anew."""
+    name = repair.before.spaces[digest].name
+    sizes = [segment.size for segment in repair.before.segments if segment.namespace == name]
     table = Table(1 << 16)
     config = _Settings(
         directory=os.fsdecode(path),
@@ -238,10 +238,27 @@ def _repair_space(
             runner.run(_open(tier, table))
             assert tier._directory is not None
             report = Inspector(tier._directory, verify=True, progress=progress).run()
-            return _Rewriter(tier._directory, report, digest, tier._set.own(), table).run()
+            own = tier._set.own()
+            _remove_left_out(tier._directory, report, name, {segment.number for segment in own}, repair.removed)
+            repair.rewritten += _Rewriter(tier._directory, report, digest, own, table).run()
         finally:
             runner.run(tier.close(snapshot=False))
             table.close()
+
+
+def _remove_left_out(
+    directory: Directory, report: DirectoryReport, name: str, own: set[int], removed: list[str]
+) -> None:
+    """Remove segments that the opening did not count and left, because their first page does not say whose they are.
+
+    What they were older than may be among what is removed later, and then they would count again.
+    """
+    left_out = [each.name for each in report.segments if each.namespace == name and each.number not in own]
+    for each in left_out:
+        os.unlink(each, dir_fd=directory.fd)
+    if left_out:
+        os.fsync(directory.fd)
+        removed += left_out
 
 
 def _segment_bytes(path: str | os.PathLike[str], digest: bytes) -> int:
@@ -250,8 +267,7 @@ def _segment_bytes(path: str | os.PathLike[str], digest: bytes) -> int:
     try:
         inspector = Inspector(directory, verify=False)
         inspector.run()
-        known = [each for file in inspector.files for each in (file.header, file.seal) if each is not None]
-        return max((each.size for each in known if each.namespace == digest), default=0)
+        return inspector.made_size(digest)
     finally:
         directory.close()
 
@@ -336,8 +352,9 @@ class _Rewriter:
     def _rewrite(self, segment: Segment, kept: set[_Key], all_known: bool) -> None:
         file = self._file(segment)
         try:
-            header, seal = self._header(segment, file, all_known), file.seal
-            tombstones, clear = self._removals(file, header, kept) if all_known else ([], False)
+            header = self._header(segment, all_known)
+            _, seal = file.own(header.store_id)
+            tombstones, clear = self._removals(file, header, seal, kept) if all_known else ([], False)
             good = self.batches.get(header.previous, seal.previous_good if seal is not None and all_known else 0)
             following = seal.next if seal is not None and all_known else self._following(segment)
             lossy = seal is not None and seal.lossy and all_known
@@ -356,20 +373,20 @@ class _Rewriter:
     def _following(self, segment: Segment) -> int:
         return min((each.number for each in self.segments if each.number > segment.number), default=0)
 
-    def _header(self, segment: Segment, file: SegmentFile, all_known: bool) -> SegmentHeader:
-        header = file.header
-        if header is None or header.namespace != self.digest or header.number != segment.number:
-            header = segment.header
+    def _header(self, segment: Segment, all_known: bool) -> SegmentHeader:
+        header = segment.header
         assert header is not None  # whatever is ours after an opening has one
         if not all_known:
             previous = max((each.number for each in self.segments if each.number < segment.number), default=0)
             header = replace(header, previous=previous)
-        return header
+        return replace(header, claimed=True)
 
-    def _removals(self, file: SegmentFile, header: SegmentHeader, kept: set[_Key]) -> tuple[list[_Key], bool]:
+    def _removals(
+        self, file: SegmentFile, header: SegmentHeader, seal: Seal | None, kept: set[_Key]
+    ) -> tuple[list[_Key], bool]:
         """Keys that the records name and the index has not, and whether a clear is among the records."""
         seed = segment_seed(header.store_id, header.namespace, header.number)
-        chunks: Sequence[Records] | None = footer_chunks(file, seed, file.seal) if file.seal is not None else None
+        chunks: Sequence[Records] | None = footer_chunks(file, seed, seal) if seal is not None else None
         if chunks is None:
             chunks = [found.records() for found in file.run(scan_segment(file.report.size, seed)).batches]
         gone: dict[_Key, None] = {}

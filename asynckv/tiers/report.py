@@ -115,6 +115,8 @@ class Space:
         Nothing older counts: a clear was met, or a loss after which older records are not to be trusted.
     broken
         A segment of it is missing.
+    displaced
+        Numbers of segments of it that lie under another name.
     indexed
         The index snapshot filled `keys`: it, not the records, says what an opening serves.
     expected, expected_good, sealed_upto
@@ -126,6 +128,7 @@ class Space:
     keys: dict[tuple[int, bytes], BlockPlace] = field(default_factory=dict)
     ended: bool = False
     broken: bool = False
+    displaced: set[int] = field(default_factory=set)
     indexed: bool = False
     expected: int | None = None
     expected_good: int = 0

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from asynckv._record import ChunkHeader
-    from asynckv.tiers.layout import Seal
+    from asynckv.tiers.layout import Seal, SegmentHeader
 
 __all__ = ["Found", "Scan", "footer_chunk", "scan_segment", "verify_batch"]
 
@@ -111,6 +111,49 @@ class Scan:
         if sum(1 for batch in self.batches if batch.offset < limit) > good:
             return LOG_START  # one of them is a failed write that reached the disk all the same, perhaps in part
         return limit
+
+    def known_durable(self, header: SegmentHeader, seal: Seal | None, expected_good: int) -> int:
+        """As `durable_below`, by what the segment's fixed pages and the next segment say as well.
+
+        Parameters
+        ----------
+        header, seal
+            Of the segment.
+        expected_good
+            Durable batches that newer segments know of.
+        """
+        if seal is not None:
+            return seal.durable
+        limit = self.durable_below
+        if header.claimed and self.claim_page is None and self.batches:  # torn: at least one batch was durable
+            limit = max(limit, self.batches[0].end)
+        if 0 < expected_good <= len(self.batches):
+            limit = max(limit, self.batches[expected_good - 1].end)
+        return limit
+
+    def loss(self, header: SegmentHeader, seal: Seal | None, expected_good: int, *, ended: bool) -> int | None:
+        """As `cut`, by whatever tells how many batches there were.
+
+        Parameters
+        ----------
+        header, seal, expected_good
+            As for `known_durable`.
+        ended
+            It is known to have been sealed.
+        """
+        if seal is not None:
+            return self.cut(header.sequence, seal.batches, seal.last_sequence)
+        if self.footer_batches >= 0:
+            return self.cut(header.sequence, self.footer_batches, self.footer_sequence)
+        if ended:
+            return len(self.batches)  # it had a seal and a footer, and both are gone
+        if self.lacks_claim(header):
+            return 0
+        return self.cut(header.sequence, expected_good)
+
+    def lacks_claim(self, header: SegmentHeader) -> bool:
+        """Whether a claim is damaged: one is torn only where it was to speak of batches, durable by then."""
+        return header.claimed and self.claim_page is None and not self.batches
 
     def cut(self, first_sequence: int, expected: int = -1, last_sequence: int = -1) -> int | None:
         """How many of the oldest batches may have been overwritten or undone by batches that were durable and are lost.

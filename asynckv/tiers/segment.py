@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import KIND_CLAIM, RecordWriter
@@ -52,18 +51,14 @@ if TYPE_CHECKING:
     from asynckv.clock import Clock
     from asynckv.tiers.log import Batch
 
-__all__ = ["NO_SPACE", "SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
+__all__ = ["LOST_NUMBERS_MAX", "NO_SPACE", "SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
 
 SEGMENTS_MAX = 1024
+LOST_NUMBERS_MAX = SEGMENTS_MAX  # in a row, of births that failed or of segments that were given up
 OPEN_FILES_MAX = 64
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What a rename or an unlink says when a name is a directory's.
 IN_THE_WAY = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY})
-
-
-def has_one_name(file: File) -> bool:
-    """Whether what is written to a file changes no other one: a backup made of hard links, for instance."""
-    return os.fstat(file.fd).st_nlink <= 1
 
 
 class Segment:
@@ -387,6 +382,7 @@ class SegmentSet:
         The caller has made sure that there is room.
         """
         number = await self._new_number()
+        await self._remove_strays(number)
         own = self.own()
         header = SegmentHeader(
             store_id=self.store_id,
@@ -461,6 +457,14 @@ class SegmentSet:
                 except FileNotFoundError:
                     return number
         raise DiskError("all segment numbers are used up", operation="allocate", errno=errno.ENOSPC)
+
+    async def _remove_strays(self, number: int) -> None:
+        """Remove stray files that a segment of this number would make look like newer ones, all bytes of it lost."""
+        for stray in self:
+            if number < stray.number <= number + LOST_NUMBERS_MAX:
+                with contextlib.suppress(OSError):
+                    await self.retire(stray, recycle=False)
+                    await self.bury(stray)
 
     def _first_claim(self, header: SegmentHeader, previous_good: int) -> bytes:
         """The claim of an empty segment: whose it is shows even when its first page is damaged."""
@@ -538,6 +542,10 @@ class SegmentSet:
         finally:
             self._pending -= spare.charge
 
+    async def has_one_name(self, file: File) -> bool:
+        """Whether what is written to a file changes no other one: a backup made of hard links, for instance."""
+        return await self.backend.links(file) == 1
+
     # -- death ---------------------------------------------------------------------------------------------------
 
     async def retire(self, segment: Segment, *, recycle: bool = True) -> None:
@@ -550,7 +558,7 @@ class SegmentSet:
             recycle = recycle and self._recyclable(segment)
             if recycle:
                 try:
-                    recycle = has_one_name(await self.open_file(segment))
+                    recycle = await self.has_one_name(await self.open_file(segment))
                 except OSError:
                     recycle = False
             if not (recycle and await self._make_spare_of(segment)):

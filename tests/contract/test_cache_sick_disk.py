@@ -6,37 +6,17 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from sickkit import SMALL, sick
 from storekit import BLOCK, Lag, blocks, check_idle, crash_image, fill, payload, read_all, settle, until
 
 import asynckv
 from asynckv.backends import create_backend
 from asynckv.testing import FaultyBackend, ManualClock, Script, corrupt, error, hang, slow
 
-SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
 LAG_SECONDS_MAX = 0.1  # half the delays below, and what a busy machine adds
-
-
-@asynccontextmanager
-async def sick(directory: Path, script: Script, **options: Any) -> AsyncIterator[tuple[asynckv.Cache, FaultyBackend]]:
-    """A store over a disk that follows a script; healed before it is closed."""
-    made: list[FaultyBackend] = []
-
-    def factory(engine: str, **settings: Any) -> FaultyBackend:
-        made.append(FaultyBackend(create_backend(engine, **settings), script, clock=settings["clock"]))
-        return made[-1]
-
-    async with asynckv.open(directory, **{**SMALL, **options}, _backend_factory=factory) as cache:
-        try:
-            yield cache, made[-1]
-        finally:
-            script.clear()
-            made[-1].release_all()
 
 
 async def test_a_block_read_while_it_is_slowly_written_is_whole(tmp_path):

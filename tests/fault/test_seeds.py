@@ -20,6 +20,7 @@ from asynckv.scheduler import Scheduler
 from asynckv.testing import SeedError, run_seed
 from asynckv.tiers.disk import DiskTier
 from asynckv.tiers.scan import Scan
+from asynckv.tiers.segment import Segment, SegmentSet
 from asynckv.waiting import Reload
 
 PARTS = 4
@@ -42,6 +43,25 @@ def test_no_seed_finds_anything(part: int) -> None:
     print(f"{number} seeds, {lives} lives, {calls} calls, {crashes} crashes, {faults} faults")
     assert crashes > number // 2
     assert faults > number
+
+
+def test_simulated_stores_use_their_files_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead segment becomes the next one there as it does on a disk, or seeds would never see that go wrong."""
+    spares = []
+    bury = SegmentSet.bury
+
+    async def watched(segments: SegmentSet, segment: Segment) -> None:
+        had = segments.spare
+        await bury(segments, segment)
+        spares.extend([segments.spare] if segments.spare is not had else [])
+
+    monkeypatch.setattr(SegmentSet, "bury", watched)
+    first = seed("recycling seeds")
+    for each in range(first, first + 60):
+        run_seed(each)
+        if spares:
+            return
+    raise AssertionError("no segment became a spare")
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:

@@ -10,7 +10,7 @@ import types
 import pytest
 
 import asynckv
-from asynckv.backends import ChosenBackend, ThreadsBackend, choice, create_backend, probes, system
+from asynckv.backends import ChosenBackend, ThreadsBackend, choice, create_backend, files, probes, system
 from asynckv.backends.choice import NoRingError, start_ring
 from asynckv.errors import DiskError
 from asynckv.testing import FaultyFiles, Script, corrupt, error, hang
@@ -155,6 +155,21 @@ async def test_a_ring_that_never_answers_is_not_used(tmp_path, ring, seen):
     ring.files_made.release_all()
     await threads_gone()
     await turns()
+
+
+@pytest.mark.parametrize("unnamed", [True, False], ids=["O_TMPFILE", "no O_TMPFILE"])
+async def test_the_proof_touches_nobodys_file(tmp_path, ring, monkeypatch, unnamed):
+    if not unnamed:
+        monkeypatch.setattr(files, "O_TMPFILE", 0)
+    for name in ("probe.tmp", "speed.tmp", "probe"):
+        (tmp_path / name).write_text("a user's")
+    backend = await started("auto", tmp_path)
+    assert backend.name == "io_uring"
+    assert await backend.close() == 0
+    assert (await probes.speed("auto", str(tmp_path), 0.02)).wrong == 0
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(
+        ("probe.tmp", "speed.tmp", "probe"), "a user's"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -5,43 +5,48 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from logkit import KIB, Disk, fill, killed, segments_of, value_of
+from logkit import KIB, Disk, damage, fill, killed, segments_of, value_of
 
-from asynckv.tiers.layout import NUMBER_MAX, PAGE, STRANGER_MAX, SegmentHeader, segment_name
+from asynckv.tiers.evidence import LOST_NUMBERS_MAX
+from asynckv.tiers.layout import PAGE, SegmentHeader, segment_name
 
 
-@pytest.mark.parametrize("number", [STRANGER_MAX, NUMBER_MAX - 1, NUMBER_MAX, 10**16 - 1])
-@pytest.mark.parametrize("content", [b"", bytes(64 * KIB), b"another segment of this store"])
-async def test_a_file_with_an_absurd_number_does_not_use_the_numbers_up(tmp_path, number, content):
+@pytest.mark.parametrize(("above", "stray"), [(LOST_NUMBERS_MAX, False), (LOST_NUMBERS_MAX + 1, True)])
+async def test_which_number_is_believed(tmp_path, above, stray):
+    """So many numbers may have been lost in a row; of a file with a higher one nothing of ours can be in it."""
     path = tmp_path / "kv"
     async with Disk(path, segment=64 * KIB) as disk:
         await fill(disk, range(10))
-    if content.startswith(b"another"):
-        content = segments_of(path)[0].read_bytes()
-    (path / segment_name(number)).write_bytes(content)
     (path / "index.snap").unlink()
+    highest = int(segments_of(path)[-1].name[:16])
+    file = path / segment_name(highest + above)
+    file.write_bytes(bytes(64 * KIB))
     async with Disk(path, segment=64 * KIB) as disk:
+        assert await disk.get_all(range(10)) == ({key: value_of(key) for key in range(10)} if stray else {})
         await fill(disk, range(10, 20))
-        assert not (path / segment_name(number)).exists()
-    assert all(file.name < segment_name(100) for file in segments_of(path))
+    assert file.exists() != stray, "by now it would be believed"
+    assert (path / segment_name(highest + 1)).exists() == stray
     async with Disk(path, segment=64 * KIB) as disk:
         found = await disk.get_all(range(20))
-        assert found.items() >= {key: value_of(key) for key in range(10, 20)}.items()
+        assert found == {key: value_of(key) for key in range(0 if stray else 10, 20)}
 
 
-async def test_a_stranger_with_a_believable_number_is_kept_and_gone_past(tmp_path):
+async def test_a_stray_number_counts_as_named_once_a_claim_of_ours_is_in_the_file(tmp_path):
+    """All pages but the claim gone, and the superblock alone beside it: the claim says that it is ours."""
     path = tmp_path / "kv"
-    async with Disk(path, segment=64 * KIB) as disk:
-        await fill(disk, range(10))
-    stranger = path / segment_name(STRANGER_MAX - 1)
-    stranger.write_bytes(segments_of(path)[0].read_bytes())
-    async with Disk(path, segment=64 * KIB) as disk:
-        await fill(disk, range(10, 20))
-        assert stranger.exists()
-        assert segments_of(path)[-1].name == segment_name(STRANGER_MAX)
-    async with Disk(path, segment=64 * KIB) as disk:
-        found = await disk.get_all(range(20))
-        assert found.items() >= {key: value_of(key) for key in range(10, 20)}.items()
+
+    async def work(disk):
+        disk.tier._set.next_number = 5000
+        await fill(disk, range(5))
+
+    place = await killed(path, tmp_path / "killed", work)
+    (newest,) = segments_of(place)
+    assert newest.name == segment_name(5000)
+    damage(newest, 0, PAGE)
+    async with Disk(place) as disk:
+        assert await disk.get_all(range(5)) == {key: value_of(key) for key in range(5)}
+        await fill(disk, range(5), 1)
+    assert segments_of(place)[-1].name == segment_name(5001)
 
 
 async def test_a_segment_that_newer_ones_do_not_know_of_had_been_given_up(tmp_path):

@@ -1,17 +1,21 @@
 """`asynckv verify`, with and without `--repair`, and `asynckv inspect`: what they say and what they leave."""
 
+import asyncio
 import json
 import os
 
 import ml_dtypes
 import numpy as np
 import pytest
+from logkit import Disk, fill, killed
 
 import asynckv
 from asynckv import BlockingCache
+from asynckv._record import KIND_CLAIM, read_chunk
 from asynckv.cli import main
 from asynckv.commands.output import plural
 from asynckv.tiers import verify_directory
+from asynckv.tiers.layout import CLAIM_AT, PAGE, SegmentHeader, segment_seed
 from asynckv.tiers.repair import repair_directory
 from asynckv.tiers.report import describe
 
@@ -190,6 +194,61 @@ def test_a_file_that_may_have_been_the_newest_segment(store):
     assert verify_directory(store).live_blocks == 0
     assert repair_directory(store).after.ok
     assert content(store) == dict.fromkeys(WHOLE, b"")
+
+
+def test_a_number_that_no_segment_can_have_costs_nothing(store):
+    (store / "9000000000000000.seg").write_bytes(bytes(50_000))
+    (store / "spare.tmp").write_bytes(bytes(9000))
+    report = verify_directory(store)
+    assert (report.live_blocks, report.spare_bytes, len(report.all_damage)) == (6, 9000, 1)
+    assert repair_directory(store).removed == ["9000000000000000.seg"]
+    assert content(store) == WHOLE
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_destroyed_file_that_is_anothers_costs_this_namespace_nothing(store, named):
+    """Their snapshot names it; without that nobody can tell."""
+    with BlockingCache(store, namespace=asynckv.Namespace(model="another"), **OPTIONS) as cache:
+        cache.put("key", value(1))
+    newest = max(store.glob("*.seg"))
+    newest.write_bytes(bytes(newest.stat().st_size))
+    if not named:
+        (store / "index.snap").unlink()
+    assert verify_directory(store).live_blocks == (6 if named else 0)
+    assert repair_directory(store).after.ok
+    assert content(store) == (WHOLE if named else dict.fromkeys(WHOLE, b""))
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_an_empty_segment_has_a_claim(tmp_path, sealed):
+    """Without it nobody knows that it was empty: an opening leaves out what is older, unless a seal tells."""
+    path = tmp_path / "store"
+
+    async def live():
+        async with Disk(path) as disk:
+            await fill(disk, range(5))
+        if not sealed:
+            return await killed(path, tmp_path / "killed", lambda disk: disk.tier.prepare(1))
+        async with Disk(path) as disk:
+            await disk.tier.prepare(1)
+        return path
+
+    place = asyncio.run(live())
+    (place / "index.snap").unlink(missing_ok=True)
+    assert verify_directory(place).live_blocks == 5
+    newest = max(place.glob("*.seg"))
+    data = newest.read_bytes()
+    newest.write_bytes(data[:PAGE] + bytes(PAGE) + data[2 * PAGE :])
+    report = verify_directory(place)
+    assert (report.ok, report.live_blocks) == (False, 5 if sealed else 0)
+    repair = repair_directory(place)
+    assert repair.after.ok
+    assert repair.after.live_blocks == report.live_blocks
+    data = newest.read_bytes()
+    header = SegmentHeader.decode(data)
+    assert header.claimed
+    seed = segment_seed(header.store_id, header.namespace, header.number)
+    assert read_chunk(data[CLAIM_AT:], 0, KIND_CLAIM, seed, CLAIM_AT) is not None
 
 
 def test_no_repair_of_a_store_in_use(store, capsys):
