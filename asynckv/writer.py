@@ -39,6 +39,7 @@ BATCH_BYTES_MAX = 4 << 20
 BATCH_BYTES_MIN = 64 << 10
 BATCH_BLOCKS_MAX = 4096
 BATCHES_IN_FLIGHT_MAX = 2
+CLOSE_TRIES = 2
 RETRY_SECONDS = 0.05
 TICK_SECONDS_MIN = 0.05
 # Of the pool: writing starts when this much is dirty and goes on down to the lower mark, so that the older half of
@@ -480,19 +481,13 @@ class Writer:
 
     async def close(self) -> bool:
         """Write what is dirty if the disk takes it; True when nothing is left."""
-        clean = True
         if not self._started or self._closed:
             return not self.table.dirty_blocks
         if self._timer is not None:
             self._timer.cancel()
         if self.table.nospill_blocks:
             log.warning("asynckv: %d blocks are larger than a segment and are lost", self.table.nospill_blocks)
-        try:
-            if self.table.dirty_blocks or self.table.unbacked_blocks or self._owes():
-                await self._write_all()
-        except DiskError as error:
-            clean = False
-            log.warning("asynckv: closing without everything on disk: %s", error)
+        clean = await self._write_the_rest()
         self._closed = True
         pending: list[asyncio.Future[Any]] = self._futures()
         if self._task is not None:
@@ -503,3 +498,19 @@ class Writer:
         if pending:
             await asyncio.wait(pending)
         return clean
+
+    async def _write_the_rest(self) -> bool:
+        """Write all that is left, what is on its way included; once more after a failure. True when that is done."""
+        table, error = self.table, None
+        for _ in range(CLOSE_TRIES):
+            if not (table.dirty_blocks or table.unbacked_blocks or self._in_flight or self._owes()):
+                return True
+            try:
+                await self._write_all()
+                return True
+            except DiskError as reason:
+                error = reason
+            if not self.scheduler.breaker.ok:
+                break
+        log.warning("asynckv: closing without everything on disk: %s", error)
+        return False

@@ -468,8 +468,8 @@ class Inspector:
         """A segment without a footer, batch by batch; the same decisions as in recovery."""
         report = file.report
         report.batches = len(scan.batches)
-        limit = scan.known_durable(header, seal, space.expected_good)
         ended = self.verify and (report.number <= space.sealed_upto or report.size < header.size)
+        limit = scan.known_durable(header, seal, space.expected_good, ended=ended)
         cut = scan.loss(header, seal, space.expected_good, ended=ended)
         if cut is not None:
             report.damage.append("batches that had been written are missing")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Recovery", "SegmentReader"]
 
+PAGE_READS = 3  # tries of a page before it counts as unreadable
 TIMEOUTS_MAX = 3  # in one recovery; a disk that hangs more often is given up
 
 
@@ -60,6 +61,7 @@ class SegmentReader:
         self.backend = segments.backend
         self.unreadable = 0
         self.timeouts = 0
+        self.failed: list[int] = []  # pages that could not be read, since the last `forget`
         self._buffer = memoryview(mmap.mmap(-1, CHUNK_MAX))
 
     async def run(self, segment: Segment, scanner: Generator[tuple[int, int], memoryview, Any]) -> Any:
@@ -83,11 +85,14 @@ class SegmentReader:
             return self._buffer[:length]
         whole = memoryview(mmap.mmap(-1, CHUNK_MAX))  # a stuck engine may still write into the one before
         for start in range(0, length, PAGE):
-            page = memoryview(mmap.mmap(-1, PAGE))
-            if await self._into(segment, offset + start, page):
-                whole[start : start + PAGE] = page
+            for _ in range(PAGE_READS):
+                page = memoryview(mmap.mmap(-1, PAGE))
+                if await self._into(segment, offset + start, page):
+                    whole[start : start + PAGE] = page
+                    break
             else:
                 self.unreadable += 1
+                self.failed.append(offset + start)
         self._buffer = whole
         return whole[:length]
 
@@ -297,7 +302,9 @@ class Recovery:
     # -- other segments ------------------------------------------------------------------------------------------
 
     async def _scan(self, segment: Segment, seal: Seal | None) -> None:
+        self.reader.failed.clear()
         scan: Scan = await self.reader.run(segment, scan_segment(segment.size, segment.seed))
+        unread = scan.unread(self.reader.failed)
         nameless = segment.header is None
         header = self._header(segment, scan)
         if header is None:
@@ -315,10 +322,12 @@ class Recovery:
             self.set.oldest_live = max(self.set.oldest_live, int(found.header.oldest_live))
         ended = segment.number <= self._sealed_upto or segment.size < header.size
         cut = scan.loss(header, seal, self._previous_good, ended=ended)
-        limit = scan.known_durable(header, seal, self._previous_good)
+        limit = scan.known_durable(header, seal, self._previous_good, ended=ended)
         if seal is None:
             self._previous = header.previous
             self._previous_good = max((int(found.header.previous_good) for found in scan.batches), default=0)
+        if unread is not None:  # what cannot be read may be newer than all that lies before it
+            cut = unread if cut is None else max(cut, unread)
         if cut is not None:
             self.damaged(f"segment {segment.number} lost batches that had been written")
             self._cut = True
@@ -351,7 +360,12 @@ class Recovery:
             if found.repaired and durable:
                 self.damaged(f"a batch header of segment {segment.number} is damaged")
             if not durable or self.strict:
-                for index in await self.reader.run(segment, verify_batch(found)):
+                self.reader.failed.clear()
+                torn = await self.reader.run(segment, verify_batch(found))
+                if self.reader.failed:  # who cannot read does not know: a get will tell
+                    self.damaged(f"a block of segment {segment.number} cannot be read")
+                    torn = []
+                for index in torn:
                     records.discard(index)
                     if durable:
                         self.corrupt_blocks += 1

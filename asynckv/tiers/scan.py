@@ -29,13 +29,13 @@ from asynckv._record import (
     read_chunk,
     read_trailer,
 )
-from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE
+from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from asynckv._record import ChunkHeader
-    from asynckv.tiers.layout import Seal, SegmentHeader
+    from asynckv.tiers.layout import SegmentHeader
 
 __all__ = ["Found", "Scan", "footer_chunk", "scan_segment", "verify_batch"]
 
@@ -83,6 +83,8 @@ class Scan:
         Pages between the first batch's place and the last batch that belong to nothing.
     claim_page
         The segment's claim, None when it has none that verifies.
+    seal
+        One that lies behind a footer, whosever it is.
     """
 
     batches: list[Found] = field(default_factory=list)
@@ -90,6 +92,7 @@ class Scan:
     footer_sequence: int = -1
     skipped: int = 0
     claim_page: ChunkHeader | None = None
+    seal: Seal | None = None
 
     @property
     def end(self) -> int:
@@ -112,7 +115,7 @@ class Scan:
             return LOG_START  # one of them is a failed write that reached the disk all the same, perhaps in part
         return limit
 
-    def known_durable(self, header: SegmentHeader, seal: Seal | None, expected_good: int) -> int:
+    def known_durable(self, header: SegmentHeader, seal: Seal | None, expected_good: int, *, ended: bool) -> int:
         """As `durable_below`, by what the segment's fixed pages and the next segment say as well.
 
         Parameters
@@ -121,26 +124,37 @@ class Scan:
             Of the segment.
         expected_good
             Durable batches that newer segments know of.
+        ended
+            It is known to have been sealed.
         """
+        seal = self._seal_of(header, seal)
         if seal is not None:
             return seal.durable
         limit = self.durable_below
+        if self.footer_batches >= 0 and ended:  # that was written when all batches were durable
+            limit = max(limit, self.end)
         if header.claimed and self.claim_page is None and self.batches:  # torn: at least one batch was durable
             limit = max(limit, self.batches[0].end)
         if 0 < expected_good <= len(self.batches):
             limit = max(limit, self.batches[expected_good - 1].end)
         return limit
 
+    def _seal_of(self, header: SegmentHeader, seal: Seal | None) -> Seal | None:
+        """The seal at the end of the file, else one that was written behind a footer before the file was cut there."""
+        if seal is None and self.seal is not None and self.seal.number == header.number:
+            known = (header.store_id, header.namespace) == (self.seal.store_id, self.seal.namespace)
+            return self.seal if known else None
+        return seal
+
     def loss(self, header: SegmentHeader, seal: Seal | None, expected_good: int, *, ended: bool) -> int | None:
         """As `cut`, by whatever tells how many batches there were.
 
         Parameters
         ----------
-        header, seal, expected_good
+        header, seal, expected_good, ended
             As for `known_durable`.
-        ended
-            It is known to have been sealed.
         """
+        seal = self._seal_of(header, seal)
         if seal is not None:
             return self.cut(header.sequence, seal.batches, seal.last_sequence)
         if self.footer_batches >= 0:
@@ -150,6 +164,18 @@ class Scan:
         if self.lacks_claim(header):
             return 0
         return self.cut(header.sequence, expected_good)
+
+    def unread(self, pages: Iterable[int]) -> int | None:
+        """How many of the oldest batches may have been overwritten by one on pages that could not be read.
+
+        None when no such page can have been the head of a batch: it is part of one that was found, or a fixed one.
+        """
+        heads = [
+            page
+            for page in pages
+            if page >= LOG_START and not any(batch.offset <= page < batch.end for batch in self.batches)
+        ]
+        return sum(batch.offset < max(heads) for batch in self.batches) if heads else None
 
     def lacks_claim(self, header: SegmentHeader) -> bool:
         """Whether a claim is damaged: one is torn only where it was to speak of batches, durable by then."""
@@ -292,6 +318,10 @@ def _resync(window: _Window, scan: Scan, start: int, seed: int) -> Generator[Wan
                 if header is not None:
                     scan.footer_batches = max(scan.footer_batches, int(header.payload_bytes))
                     scan.footer_sequence = max(scan.footer_sequence, int(header.sequence))
+                    at = yield from window.need(position + whole, PAGE, PAGE)
+                    if at >= 0:
+                        behind = Seal.decode(bytes(window.data[at : at + PAGE]), position + whole)
+                        scan.seal = behind or scan.seal
         position += PAGE
     return None
 
