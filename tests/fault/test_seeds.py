@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from levels import count, seed
+from levels import count, level, seed, tally
 from storekit import child_environment
 
 from asynckv.backends.transfer import Transfers
@@ -23,7 +23,7 @@ from asynckv.tiers.scan import Scan
 from asynckv.tiers.segment import Segment, SegmentSet
 from asynckv.waiting import Reload
 
-PARTS = 4
+PARTS = 4  # at every level
 SEEDS_FOR_A_BUG = 20_000
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -40,6 +40,8 @@ def test_no_seed_finds_anything(part: int) -> None:
         calls += report.calls
         crashes += report.crashes
         faults += report.faults
+    tally("seeds", number)
+    tally("calls in seeds", calls)
     print(f"{number} seeds, {lives} lives, {calls} calls, {crashes} crashes, {faults} faults")
     assert crashes > number // 2
     assert faults > number
@@ -138,19 +140,20 @@ def drop_one_wake_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_wake_from_anywhere", lambda self: None)
 
 
-BUGS = (
-    skip_the_sequence_check,
-    free_the_extent_early,
-    lose_a_tombstone,
-    resume_a_short_read_at_a_wrong_place,
-    drop_one_wake_up,
-)
+# A seed that finds each: at level commit the search begins a little before it.
+BUGS = {
+    skip_the_sequence_check: 4298,
+    free_the_extent_early: 399,
+    lose_a_tombstone: 60,
+    resume_a_short_read_at_a_wrong_place: 1464,
+    drop_one_wake_up: 180,
+}
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    for number in range(SEEDS_FOR_A_BUG):
+    for number in range(BUGS[plant] - 10 if level() == "commit" else 0, SEEDS_FOR_A_BUG):
         found = _finds(number)
         if found:
             print(f"{plant.__name__}: found by seed {number}: {found}")
