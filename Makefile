@@ -20,7 +20,7 @@ demo: build
 	$(BIN)/python -m asynckv demo
 
 test: build $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # The whole suite with larger campaigns, see docs/testing.md; JOBS test processes share the work.
 test-nightly test-release: test-%: build $(VENV)/.test
