@@ -43,6 +43,7 @@ CARRY_GROUP_BLOCKS = 1024
 CARRY_READS = 16
 RELIEF_SEGMENTS = 2
 SEGMENTS_LEFT = 2  # that many have to be there for one to be given up
+FORGET_BLOCKS = 4096  # of a dead segment, in one turn of the loop
 CARRY_HEADERS_BYTES = 4 * PAGE  # header, trailer and rounding of a carried batch
 BATCH_SHARE = 8  # a rotation is due when less than this part of a segment is left for a large batch
 
@@ -211,7 +212,7 @@ class Reclaimer:
     async def _forget(self, segment: Segment, recycle: bool) -> None:
         await self.set.retire(segment, recycle=recycle)
         if segment.slot >= 0:
-            while self.table.drop_segment(segment.slot):  # noqa: ASYNC110 - no wait, bounded pieces of work
+            while self.table.drop_segment(segment.slot, FORGET_BLOCKS):  # noqa: ASYNC110 - no wait, pieces of work
                 await asyncio.sleep(0)
 
     # -- carrying over -------------------------------------------------------------------------------------------

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 
 import pytest
-from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, segments_of, turns, value_of, wire_key
+from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, fill, segments_of, turns, value_of, wire_key
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError, StoreLockedError
 from asynckv.testing import RecordingBackend
-from asynckv.tiers import inspect_directory, verify_directory
+from asynckv.tiers import inspect_directory, reclaim, verify_directory
 from asynckv.tiers.log import LogWriter
 
 
@@ -274,6 +275,24 @@ def failing(kind: str):
         return made[-1]
 
     return factory, made
+
+
+async def test_a_large_segment_is_forgotten_in_pieces(path, monkeypatch):
+    monkeypatch.setattr(reclaim, "FORGET_BLOCKS", 10, raising=False)
+    async with Disk(path) as disk:
+        await fill(disk, range(100), size=100)
+        left = []
+
+        async def watch():
+            while not left or left[-1]:
+                left.append(disk.table.disk_blocks)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        segment = disk.tier._set.active
+        await disk.tier._reclaimer.drop(segment)
+        await watching
+        assert max(before - after for before, after in itertools.pairwise(left)) == 10
 
 
 async def test_a_failed_write_leaves_a_hole_that_recovery_skips(path):
