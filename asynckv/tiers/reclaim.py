@@ -6,8 +6,9 @@ Invariants
   while the oldest segment is still whole. A rotation uses it up, and is not over before it is there again.
 * What is carried over in one rotation is less than half a segment, however many segments must die for the room; every
   rotation gains at least the other half.
-* Carried blocks are read, verified, appended in log order, and durable in their new place before the table is told
-  of it and before the old segment loses its name.
+* Carried blocks are read, verified, appended in log order, and durable in their new place before the old segment loses
+  its name. The table is told when they are written, as of every block: so no copy is in the log that it does not know,
+  which would come back when the block was dropped with the old segment and then deleted.
 * While the store recovers nothing is reclaimed: what is in the oldest segments is not known yet. New segments are made
   from the room that is there; when that is used up, appends wait for the recovery.
 * When the file system is full below the cap, because of what others write, the oldest segments make room: few, and no
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +224,7 @@ class Reclaimer:
         active = self.set.active
         assert active is not None
         candidates = self.table.segment_candidates(segment.slot, budget)
-        moved: list[tuple[Carry, int, int]] = []
+        written = False
         carried = 0
         while candidates:
             group, candidates = self._group(candidates, budget - carried)
@@ -237,21 +239,32 @@ class Reclaimer:
                     candidates = []  # the active segment is full, or none is current any more
                     break
                 kept, items = batch.carries, batch.rest_carries
-                places = await self.log.submit(batch)
-                for item, (slot, offset, _) in zip(kept, places, strict=True):
-                    moved.append((item.carry, slot, offset))
-                    carried += pages(item.stored) if item.stored >= PAGE else item.stored
-        if moved:
+                carried += sum(self._room_of(item.stored) for item in kept)
+                future = self.log.submit(batch)
+                future.add_done_callback(functools.partial(self._moved, kept))
+                await asyncio.wait([future])  # whoever is cancelled here leaves the batch in the log
+                future.result()
+                written = True
+        if written:
             await self.log.sync_segment(active)
-            for carry, slot, offset in moved:
-                self.table.finish_carry(carry, slot, offset)
         return carried
 
+    def _moved(self, items: list[CarryItem], future: asyncio.Future[list[tuple[int, int, int]]]) -> None:
+        """Blocks have their new place; a failed sync takes it back."""
+        if future.cancelled() or future.exception() is not None:
+            self.table.log_unknown = True  # the copies may be there all the same
+            return
+        for item, (slot, offset, _) in zip(items, future.result(), strict=True):
+            self.table.finish_carry(item.carry, slot, offset)
+
     @staticmethod
-    def _group(candidates: list[Carry], budget: int) -> tuple[list[Carry], list[Carry]]:
+    def _room_of(stored: int) -> int:
+        return pages(stored) if stored >= PAGE else stored
+
+    def _group(self, candidates: list[Carry], budget: int) -> tuple[list[Carry], list[Carry]]:
         total = count = 0
         for carry in candidates:
-            size = pages(carry.stored) if carry.stored >= PAGE else carry.stored
+            size = self._room_of(carry.stored)
             if total + size > budget or count >= CARRY_GROUP_BLOCKS or (count and total + size > CARRY_GROUP_BYTES):
                 break
             total += size
