@@ -374,7 +374,7 @@ MUTANTS = (
         "carried-not-synced",
         RECLAIM,
         "            await self.log.sync_segment(active)\n",
-        "",
+        "            pass\n",
         "carried blocks are gone after a power loss, and so is where they came from",
     ),
     Mutant(
