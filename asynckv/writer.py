@@ -173,8 +173,7 @@ class Writer:
         future: asyncio.Future[None] = self.loop.create_future()
         waiters = self._tombstones.setdefault(key, [])
         if durable:
-            waiters.append(future)
-        self._fail_if_off(future)
+            self._join(waiters, future)
         self.poke()
         return future
 
@@ -182,13 +181,12 @@ class Writer:
         """Owe the log one record that ends everything before it; it covers all tombstones owed so far."""
         future: asyncio.Future[None] = self.loop.create_future()
         waiters = self._clear or []
-        waiters.append(future)
+        self._join(waiters, future)
         for owed in self._tombstones.values():
             waiters.extend(owed)
         self._tombstones.clear()
         self.table.take_owed()
         self._clear = waiters
-        self._fail_if_off(future)
         self.poke()
         return future
 
@@ -225,8 +223,11 @@ class Writer:
             self._answer(self._clear, error)
         self._answer(self._sync_waiters, error)
 
-    def _fail_if_off(self, future: asyncio.Future[None]) -> None:
-        if not self.scheduler.breaker.ok:
+    def _join(self, waiters: list[asyncio.Future[None]], future: asyncio.Future[None]) -> None:
+        """Wait with others; while the disk is off nobody waits, however often it is tried."""
+        if self.scheduler.breaker.ok:
+            waiters.append(future)
+        else:
             self._answer([future], DiskError("the disk is switched off", errno=errno.EIO))
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 
 import pytest
 from scripted_tier import build, finish, settle
@@ -196,6 +197,27 @@ async def test_three_failures_switch_the_disk_off_and_a_probe_switches_it_on():
     await settle()
     assert scheduler.breaker.ok
     assert table.backed
+    await finish(scheduler, tier)
+
+
+async def test_removals_that_are_tried_again_while_the_disk_is_off_leave_nothing_behind():
+    clock = ManualClock()
+    _table, tier, scheduler = build(clock=clock)
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+    scheduler.breaker.trip(WRITE)
+    for removal in (lambda: scheduler.delete([1]), scheduler.clear):
+        for _ in range(300):
+            with pytest.raises(DiskError):
+                await removal()
+        gc.collect()
+        assert sum(isinstance(each, asyncio.Future) and each.done() for each in gc.get_objects()) < 100
+    clock.advance(1.0)
+    await settle()
+    assert tier.batches[1].clear
     await finish(scheduler, tier)
 
 
