@@ -4,6 +4,7 @@ commands decide alike, whichever way they read the pages.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from asynckv._record import KIND_CLAIM, chunk_bytes, read_chunk
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from asynckv._record import ChunkHeader
 
-__all__ = ["Evidence", "own_pages", "proven_header", "scannable"]
+__all__ = ["Evidence", "own_pages", "proven_header", "scannable", "voted_id"]
 
 
 class Evidence:
@@ -98,6 +99,12 @@ class Evidence:
 def scannable(size: int) -> bool:
     """Whether a file without header and seal has room for anything that could tell whose it was."""
     return 2 * PAGE <= size <= SEGMENT_BYTES_MAX
+
+
+def voted_id(headers: Iterable[SegmentHeader | None]) -> bytes:
+    """The store id that most headers name, for a store without a superblock; empty when there are none."""
+    votes = Counter(header.store_id for header in headers if header is not None)
+    return votes.most_common(1)[0][0] if votes else b""
 
 
 def own_pages(

@@ -6,9 +6,9 @@ of a store in use is a moment's picture, and a batch half written may be in it. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from asynckv._record import (
 from asynckv.blocks import namespace_digest
 from asynckv.errors import CorruptStoreError, UnsafeDirectoryError
 from asynckv.tiers.directory import Directory
-from asynckv.tiers.evidence import Evidence, proven_header, scannable
+from asynckv.tiers.evidence import Evidence, proven_header, scannable, voted_id
 from asynckv.tiers.layout import (
     LOG_START,
     PAGE,
@@ -49,12 +49,20 @@ from asynckv.tiers.report import LIVE, LOST, REMOVED, BlockPlace, DirectoryRepor
 from asynckv.tiers.scan import scan_segment, verify_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from asynckv._record import Records
     from asynckv.tiers.scan import Found, Scan
 
-__all__ = ["DirectoryReport", "SegmentReport", "inspect_directory", "is_store", "look_at", "verify_directory"]
+__all__ = [
+    "DirectoryReport",
+    "SegmentReport",
+    "inspect_directory",
+    "is_store",
+    "locked_store",
+    "look_at",
+    "verify_directory",
+]
 
 WINDOW_BYTES = 1 << 20
 
@@ -122,12 +130,19 @@ def verify_directory(
     FileNotFoundError, UnsafeDirectoryError, CorruptStoreError
         As for `inspect_directory`.
     """
+    with locked_store(path) as directory:
+        return Inspector(directory, verify=True, progress=progress).run()
+
+
+@contextlib.contextmanager
+def locked_store(path: str | os.PathLike[str]) -> Iterator[Directory]:
+    """Open a store's directory and hold its lock; for errors see `verify_directory`."""
     directory = Directory.open(path, create=False)
     try:
         if not is_store(os.listdir(directory.fd)):
             raise CorruptStoreError(f"{directory.path!r} is not a store", tier="disk", operation="verify")
         directory.lock()
-        return Inspector(directory, verify=True, progress=progress).run()
+        yield directory
     finally:
         directory.close()
 
@@ -257,8 +272,7 @@ class Inspector:
                 self.report.damage.append("one copy of the superblock is damaged")
             return store_id
         self.report.damage.append("the superblock is missing" if data is None else "the superblock is damaged")
-        votes = Counter(file.header.store_id for file in self.files if file.header is not None)
-        return votes.most_common(1)[0][0] if votes else b""
+        return voted_id(file.header for file in self.files)
 
     def _head(self) -> SnapshotHead | None:
         """The head of the snapshot, when it is this store's."""

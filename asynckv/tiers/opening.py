@@ -22,13 +22,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
-from asynckv.tiers.evidence import Evidence, own_pages, scannable
+from asynckv.tiers.evidence import Evidence, own_pages, scannable, voted_id
 from asynckv.tiers.layout import (
     CLAIM_AT,
     LOCK_NAME,
@@ -153,9 +152,10 @@ class Opening:
             elif name.endswith(".tmp") and name[:-4] in (SUPERBLOCK_NAME, SNAPSHOT_NAME):
                 stray.append(name)
             else:
-                overhead += max(pages(size), allocated)
+                charge = max(pages(size), allocated)
+                overhead += charge
                 if name == SNAPSHOT_NAME:
-                    self.snapshot_size, self.snapshot_charge = size, max(pages(size), allocated)
+                    self.snapshot_size, self.snapshot_charge = size, charge
         for name in stray:
             with contextlib.suppress(FileNotFoundError):
                 await self.backend.unlink(name)
@@ -275,13 +275,10 @@ class Opening:
             if known is not None:
                 return known
             self.damaged("the superblock is damaged")
-        votes = Counter(header.store_id for header in headers if header is not None)
-        if votes:
-            if SUPERBLOCK_NAME not in names:
-                self.damaged("the superblock is missing")
-            store_id = votes.most_common(1)[0][0]
-        else:
-            store_id = self.random(16)
+        store_id = voted_id(headers)
+        if store_id and SUPERBLOCK_NAME not in names:
+            self.damaged("the superblock is missing")
+        store_id = store_id or self.random(16)
         for name in (SUPERBLOCK_NAME, SUPERBLOCK_NAME + ".tmp"):
             if name in in_the_way:
                 raise _blocked("the superblock cannot be written", name)

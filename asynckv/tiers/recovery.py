@@ -48,20 +48,19 @@ TIMEOUTS_MAX = 3  # in one recovery; a disk that hangs more often is given up
 
 
 class SegmentReader:
-    """Reads ranges of segments for scanners; what the disk does not give is zeros, and counted.
+    """Reads ranges of segments for scanners; what the disk does not give is zeros.
 
     Attributes
     ----------
-    unreadable
-        Pages that could not be read.
+    failed
+        Pages that could not be read, since it was last cleared.
     """
 
     def __init__(self, segments: SegmentSet) -> None:
         self.set = segments
         self.backend = segments.backend
-        self.unreadable = 0
         self.timeouts = 0
-        self.failed: list[int] = []  # pages that could not be read, since the last `forget`
+        self.failed: list[int] = []
         self._buffer = memoryview(mmap.mmap(-1, CHUNK_MAX))
 
     async def run(self, segment: Segment, scanner: Generator[tuple[int, int], memoryview, Any]) -> Any:
@@ -91,7 +90,6 @@ class SegmentReader:
                     whole[start : start + PAGE] = page
                     break
             else:
-                self.unreadable += 1
                 self.failed.append(offset + start)
         self._buffer = whole
         return whole[:length]

@@ -44,7 +44,7 @@ from asynckv.config import Config, default_segment
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.directory import Directory
 from asynckv.tiers.disk import DiskTier
-from asynckv.tiers.inspect import Inspector, is_store
+from asynckv.tiers.inspect import Inspector, locked_store, verify_directory
 from asynckv.tiers.layout import (
     CLAIM_AT,
     LOG_START,
@@ -141,7 +141,7 @@ def repair_directory(path: str | os.PathLike[str], *, progress: Callable[[int, i
     OSError
         The disk refuses, or has no room for one more segment. The store is as before or better.
     """
-    before = _look(path, progress)
+    before = verify_directory(path, progress=progress)
     if before.ok:
         return Repair(before, before)
     orphans = [segment.name for segment in before.segments if segment.orphaned]
@@ -157,9 +157,11 @@ def repair_directory(path: str | os.PathLike[str], *, progress: Callable[[int, i
     # A file that lost its header is taken for anybody's until its owner was opened: owners first.
     for digest in sorted(before.spaces, key=lambda each: before.spaces[each].name not in headless):
         _repair_space(path, digest, repair, progress)
-    repair.after = _look(path, progress, repair.removed)
+    with locked_store(path) as directory:
+        repair.after = Inspector(directory, verify=True, progress=progress).run()
+        _tidy(directory, repair.after, repair.removed)
     if repair.removed:
-        repair.after = _look(path, progress)
+        repair.after = verify_directory(path, progress=progress)
     live = {(digest, *key) for digest, space in repair.after.spaces.items() for key in _live(space.keys)}
     for digest, space in before.spaces.items():
         for key, place in space.keys.items():
@@ -172,26 +174,8 @@ def _live(keys: dict[_Key, BlockPlace]) -> list[_Key]:
     return [key for key, place in keys.items() if place.state == LIVE]
 
 
-def _look(
-    path: str | os.PathLike[str],
-    progress: Callable[[int, int], object] | None,
-    removed: list[str] | None = None,
-) -> DirectoryReport:
-    """Verify the store; with a list, also remove what nobody can use, and note it there."""
-    directory = Directory.open(path, create=False)
-    try:
-        if not is_store(os.listdir(directory.fd)):
-            raise CorruptStoreError(f"{directory.path!r} is not a store", tier="disk", operation="repair")
-        directory.lock()
-        report = Inspector(directory, verify=True, progress=progress).run()
-        if removed is not None:
-            _tidy(directory, report, removed)
-        return report
-    finally:
-        directory.close()
-
-
 def _tidy(directory: Directory, report: DirectoryReport, removed: list[str]) -> None:
+    """Remove what nobody can use, and note it."""
     useless = [s.name for s in report.segments if s.damage and s.state in ("unreadable", "misplaced")]
     if report.snapshot == "damaged" or any(space.indexed and space.broken for space in report.spaces.values()):
         useless.append(SNAPSHOT_NAME)

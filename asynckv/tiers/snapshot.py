@@ -23,7 +23,7 @@ from asynckv._record import (
     read_chunk,
     write_disk_entries,
 )
-from asynckv.tiers.layout import LOG_START, PAGE, SNAPSHOT_NAME, SnapshotHead, pages, snapshot_seed
+from asynckv.tiers.layout import LOG_START, PAGE, SNAPSHOT_NAME, SnapshotHead, snapshot_seed
 
 if TYPE_CHECKING:
     import logging
@@ -183,8 +183,3 @@ async def remove_snapshot(segments: SegmentSet, charge: int) -> None:
         await segments.backend.unlink(SNAPSHOT_NAME)
     await segments.backend.sync_directory()
     segments.overhead -= charge
-
-
-def snapshot_charge(size: int, allocated: int) -> int:
-    """What the snapshot file counts for."""
-    return max(pages(size), allocated)
