@@ -301,9 +301,9 @@ class Writer:
     def _compose(self) -> None:
         """Take what is dirty and owed, fix its place in the log, and submit it: one step."""
         table = self.table
-        clear, self._clear = self._clear, None
         for key in table.take_owed():
             self._tombstones.setdefault(key, [])
+        clear, self._clear = self._clear, None
         owed: dict[WireKey, list[asyncio.Future[None]]] = {}
         size = 0
         for key, waiters in self._tombstones.items():
@@ -315,14 +315,15 @@ class Writer:
             self._tombstones = {}
         else:  # a dictionary that is only popped from its head gets slow
             self._tombstones = dict(islice(self._tombstones.items(), len(owed), None))
-        # A tombstone left for a later batch would bury a newer block of its key that went into this one.
-        wanted = clear is None and self._wanted() and not self._tombstones
-        spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX) if wanted else []
-        if clear is None:
-            self._urgent = False
-        if not spills and not owed and clear is None:
-            return
+        spills: list[Spill] = []
         try:
+            # A tombstone left for a later batch would bury a newer block of its key that went into this one.
+            if clear is None and self._wanted() and not self._tombstones:
+                spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX)
+            if clear is None:
+                self._urgent = False
+            if not spills and not owed and clear is None:
+                return
             batch = self.tier.compose(spills, list(owed), clear is not None)
         except BaseException:
             for spill in reversed(spills):

@@ -10,6 +10,7 @@ from scripted_tier import build, finish, settle
 from asynckv.errors import DiskError
 from asynckv.health import WRITE
 from asynckv.testing import ManualClock
+from asynckv.writer import RETRY_SECONDS
 
 K = {i: (0, i.to_bytes(8, "little")) for i in range(10)}
 
@@ -235,6 +236,45 @@ async def test_a_durable_removal_answers_after_write_and_sync():
     tier.land(tier.batches[1])
     assert await removal == 1
     assert tier.syncs == 2
+    await finish(scheduler, tier)
+
+
+class Scarce:
+    """A table that has no memory for one list of dirty blocks."""
+
+    def __init__(self, table):
+        self.table = table
+        self.refused = False
+
+    def __getattr__(self, name):
+        return getattr(self.table, name)
+
+    def take_dirty(self, max_bytes, max_blocks):
+        if not self.refused:
+            self.refused = True
+            raise MemoryError
+        return self.table.take_dirty(max_bytes, max_blocks)
+
+
+async def test_a_tombstone_is_kept_when_there_is_no_memory_for_the_blocks_behind_it():
+    table, tier, scheduler = build()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+    scheduler.writer.table = scarce = Scarce(table)
+    put(scheduler, 2)
+    removal = asyncio.ensure_future(scheduler.delete([1]))
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    with pytest.raises(DiskError):
+        await flush
+    assert scarce.refused
+    await asyncio.sleep(2 * RETRY_SECONDS)
+    await settle()
+    assert tier.batches[1].tombstones == [K[1]]
+    tier.land(tier.batches[1])
+    assert await removal == 1
     await finish(scheduler, tier)
 
 
