@@ -481,10 +481,11 @@ class Scheduler:
 
     async def clear(self) -> None:
         """Remove every key of this namespace from every tier, durably."""
-        self.table.clear()
-        self.kick()
-        if self.tier is not None:
-            await self._durable([self.writer.clear()])
+        with self.calls:
+            self.table.clear()
+            self.kick()
+            if self.tier is not None:
+                await self._durable([self.writer.clear()])
 
     async def _durable(self, owed: list[asyncio.Future[None]]) -> None:
         if not owed:

@@ -112,6 +112,18 @@ async def test_clear_during_a_write_leaves_nothing(tmp_path):
         assert cache.keys() == []
 
 
+async def test_a_clear_that_finds_no_disk_gets_its_answer_although_the_store_closes(tmp_path):
+    script = Script()
+    async with sick(tmp_path / "kv", script) as (cache, _):
+        script.add("open", error(errno.ENOSPC), sticky=True)
+        clearing = asyncio.create_task(cache.clear())
+        await asyncio.sleep(0)
+        await cache.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(asynckv.DiskError):
+                await clearing
+
+
 async def test_a_key_on_its_way_from_disk_is_in_tier_disk_and_its_read_is_shared(tmp_path):
     await fill(tmp_path / "kv", blocks(2), **SMALL)
     script = Script()
