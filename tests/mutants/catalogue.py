@@ -285,8 +285,8 @@ MUTANTS = (
     Mutant(
         "torn-block-kept",
         RECOVERY,
-        "if not durable or self.strict:\n                for index",
-        "if self.strict:\n                for index",
+        "            if not durable or self.strict:\n",
+        "            if self.strict:\n",
         "a torn block hides the value before it",
     ),
     Mutant(
