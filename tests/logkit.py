@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asynckv._core import Table
+from asynckv.backends import create_backend
 from asynckv.config import Config
 from asynckv.tiers.disk import DiskTier
 
@@ -191,3 +193,58 @@ def damage(segment: Path, offset: int, length: int = 1) -> None:
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+class Failing:
+    """An engine whose calls of one kind fail while `failing` is set."""
+
+    def __init__(self, inner: Any, kind: str, number: int = errno.EIO) -> None:
+        self.__dict__.update(inner=inner, kind=kind, number=number, failing=False)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name, value):
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self.inner, name, value)
+
+    def _error(self):
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(OSError(self.number, os.strerror(self.number)))
+        return future
+
+    def write(self, file, offset, prepare, *, timeout=None, released=None):
+        if self.failing and self.kind == "write":
+            if released is not None:
+                released()
+            return self._error()
+        return self.inner.write(file, offset, prepare, timeout=timeout, released=released)
+
+    def sync(self, file, *, timeout=None):
+        return self._error() if self.failing and self.kind == "sync" else self.inner.sync(file, timeout=timeout)
+
+    def allocate(self, file, size):
+        return self._error() if self.failing and self.kind == "allocate" else self.inner.allocate(file, size)
+
+    def open(self, name, **options):
+        if self.failing and self.kind == "allocate" and options.get("create"):
+            return self._error()
+        return self.inner.open(name, **options)
+
+    def rename(self, old, new):
+        return self._error() if self.failing and self.kind == "rename" else self.inner.rename(old, new)
+
+    def sync_directory(self):
+        return self._error() if self.failing and self.kind == "directory" else self.inner.sync_directory()
+
+
+def failing(kind: str):
+    made = []
+
+    def factory(*args, **options):
+        made.append(Failing(create_backend(*args, **options), kind))
+        return made[-1]
+
+    return factory, made

@@ -2,8 +2,8 @@
 
 This module is the front; the parts are `directory` (safety, lock), `opening` (what is there), `recovery` and
 `snapshot` (back to the index), `log` (append, sync, seal), `reclaim` (room), `reader` (read and verify), `segment`
-(files, account). Beside it are the offline commands, `inspect` and `repair`, with `offline` and `report`; what a page or
-a batch proves both take from `evidence` and `scan`.
+(files, account). Beside it are the offline commands, `inspect` and `repair`, with `offline` and `report`; what a page
+or a batch proves both take from `evidence` and `scan`.
 
 Order of things that keeps every promise through a crash; each part says more at its head:
 

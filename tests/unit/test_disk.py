@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import itertools
 import os
 
 import pytest
-from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, fill, segments_of, turns, value_of, wire_key
+from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, failing, segments_of, turns, value_of, wire_key
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError, StoreLockedError
 from asynckv.testing import RecordingBackend
-from asynckv.tiers import inspect_directory, reclaim, verify_directory
+from asynckv.tiers import inspect_directory, verify_directory
 from asynckv.tiers.log import LogWriter
 
 
@@ -221,116 +219,6 @@ async def test_a_missing_segment_file_is_a_miss(path):
     async with Disk(path) as disk:
         segments_of(path)[0].unlink()
         assert await disk.get(1) is None
-
-
-class Failing:
-    """An engine whose calls of one kind fail while `failing` is set."""
-
-    def __init__(self, inner, kind: str, number: int = errno.EIO) -> None:
-        self.__dict__.update(inner=inner, kind=kind, number=number, failing=False)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name, value):
-        if name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            setattr(self.inner, name, value)
-
-    def _error(self):
-        future = asyncio.get_running_loop().create_future()
-        future.set_exception(OSError(self.number, os.strerror(self.number)))
-        return future
-
-    def write(self, file, offset, prepare, *, timeout=None, released=None):
-        if self.failing and self.kind == "write":
-            if released is not None:
-                released()
-            return self._error()
-        return self.inner.write(file, offset, prepare, timeout=timeout, released=released)
-
-    def sync(self, file, *, timeout=None):
-        return self._error() if self.failing and self.kind == "sync" else self.inner.sync(file, timeout=timeout)
-
-    def allocate(self, file, size):
-        return self._error() if self.failing and self.kind == "allocate" else self.inner.allocate(file, size)
-
-    def open(self, name, **options):
-        if self.failing and self.kind == "allocate" and options.get("create"):
-            return self._error()
-        return self.inner.open(name, **options)
-
-    def rename(self, old, new):
-        return self._error() if self.failing and self.kind == "rename" else self.inner.rename(old, new)
-
-    def sync_directory(self):
-        return self._error() if self.failing and self.kind == "directory" else self.inner.sync_directory()
-
-
-def failing(kind: str):
-    made = []
-
-    def factory(*args, **options):
-        made.append(Failing(create_backend(*args, **options), kind))
-        return made[-1]
-
-    return factory, made
-
-
-@pytest.mark.parametrize("kind", ["sync", "write"])
-async def test_what_was_being_carried_over_when_the_disk_failed_stays_deleted(path, tmp_path, monkeypatch, kind):
-    """Its copy is in the log, newer than the segment that it is dropped with."""
-    monkeypatch.setattr(reclaim, "CARRY_GROUP_BLOCKS", 1)
-    factory, made = failing(kind)
-    loved = ["first", "second"]
-    async with Disk(path, disk=MIB, segment=64 * KIB, memory=128 * KIB, _backend_factory=factory) as disk:
-        await fill(disk, loved, size=5000)
-        await fill(disk, range(30), size=5000)
-        assert (await disk.get_all(loved)).keys() == set(loved)
-        await fill(disk, range(30, 60), size=5000)
-        assert [disk.table.state(key) for key in loved] == [2, 2]
-
-        submit = disk.tier._log.submit
-
-        def failing_next(*args, **options):
-            future = submit(*args, **options)
-            made[0].failing = True
-            return future
-
-        monkeypatch.setattr(disk.tier._log, "submit", failing_next)
-        with pytest.raises(OSError):
-            await disk.tier._reclaimer._reclaim_oldest(32 * KIB)
-        monkeypatch.undo()
-        made[0].failing = False
-        await turns()
-        with contextlib.suppress(DiskError):  # what was taken back was somebody's
-            await disk.tier.sync()
-        await disk.tier._reclaimer._reclaim_oldest(0)
-        for key in loved:
-            await disk.delete(key)
-        crashed = crash_copy(path, tmp_path / "crashed")
-    for place in (path, crashed):
-        async with Disk(place, disk=MIB, segment=64 * KIB) as disk:
-            assert await disk.get_all(loved) == {}
-
-
-async def test_a_large_segment_is_forgotten_in_pieces(path, monkeypatch):
-    monkeypatch.setattr(reclaim, "FORGET_BLOCKS", 10, raising=False)
-    async with Disk(path) as disk:
-        await fill(disk, range(100), size=100)
-        left = []
-
-        async def watch():
-            while not left or left[-1]:
-                left.append(disk.table.disk_blocks)
-                await asyncio.sleep(0)
-
-        watching = asyncio.create_task(watch())
-        segment = disk.tier._set.active
-        await disk.tier._reclaimer.drop(segment)
-        await watching
-        assert max(before - after for before, after in itertools.pairwise(left)) == 10
 
 
 async def test_a_failed_write_leaves_a_hole_that_recovery_skips(path):
