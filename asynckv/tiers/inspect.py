@@ -470,8 +470,9 @@ class Inspector:
                     report.damage.append("batches that had been written are missing")
                 elif scan.lacks_claim(header):
                     report.damage.append("the claim is damaged")
+                limit = scan.known_durable(header, seal, 0, ended=False)
                 for found in scan.batches:
-                    self._copies(file, found, seed, seal.durable)
+                    self._copies(file, found, seed, limit)
         if not report.complete:
             self._indexed_only(file, space)
         self._step(0)

@@ -110,10 +110,15 @@ class Scan:
     @property
     def durable_below(self) -> int:
         """Offset below which every batch was durable: what is damaged there is no torn write."""
+        return LOG_START if self._has_failed_write(None) else self.claim[0]
+
+    def _has_failed_write(self, seal: Seal | None) -> bool:
+        """Whether one of the batches is a failed write that reached the disk all the same, perhaps in part."""
         limit, good = self.claim
         if sum(1 for batch in self.batches if batch.offset < limit) > good:
-            return LOG_START  # one of them is a failed write that reached the disk all the same, perhaps in part
-        return limit
+            return True
+        counted = self.footer_batches if seal is None else len(self.batches) if seal.lossy else seal.batches
+        return 0 <= counted < len(self.batches)
 
     def known_durable(self, header: SegmentHeader, seal: Seal | None, expected_good: int, *, ended: bool) -> int:
         """As `durable_below`, by what the segment's fixed pages and the next segment say as well.
@@ -128,6 +133,8 @@ class Scan:
             It is known to have been sealed.
         """
         seal = self._seal_of(header, seal)
+        if self._has_failed_write(seal):
+            return LOG_START
         if seal is not None:
             return seal.durable
         limit = self.durable_below

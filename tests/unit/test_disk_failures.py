@@ -1,16 +1,18 @@
-"""What a disk that fails leaves in the log: copies that nobody was told of."""
+"""What a disk that fails leaves in the log: copies and parts of batches that nobody was told of."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 
 import pytest
-from logkit import KIB, MIB, Disk, crash_copy, failing, fill, turns
+from logkit import KIB, MIB, Disk, Failing, crash_copy, damage, failing, fill, segments_of, turns, value_of
 
+from asynckv.backends import create_backend
 from asynckv.errors import DiskError
-from asynckv.tiers import reclaim
+from asynckv.tiers import reclaim, verify_directory
 
 
 @pytest.fixture
@@ -71,3 +73,59 @@ async def test_a_large_segment_is_forgotten_in_pieces(path, monkeypatch):
         await disk.tier._reclaimer.drop(segment)
         await watching
         assert max(before - after for before, after in itertools.pairwise(left)) == 10
+
+
+class Arriving(Failing):
+    """An engine whose writes fail while `failing` is set, and arrive; one of kind "truncate" never cuts a file."""
+
+    def write(self, file, offset, prepare, *, timeout=None, released=None):
+        written = self.inner.write(file, offset, prepare, timeout=timeout, released=released)
+        if not self.failing:
+            return written
+        failed = asyncio.get_running_loop().create_future()
+        written.add_done_callback(lambda _: failed.set_exception(OSError(errno.EIO, "it says")))
+        return failed
+
+    def truncate(self, file, size):
+        return self._error() if self.kind == "truncate" else self.inner.truncate(file, size)
+
+
+@pytest.mark.parametrize("end", ["sealed", "footer damaged", "not cut", "killed before the seal"])
+async def test_a_failed_write_that_arrived_in_part_hides_no_older_value(path, tmp_path, monkeypatch, end):
+    made = []
+
+    def factory(*args, **options):
+        kind = "truncate" if end == "not cut" else "write"
+        made.append(Arriving(create_backend(*args, **options), kind))
+        return made[-1]
+
+    async with Disk(path, _backend_factory=factory) as disk:
+        await fill(disk, ["key"])
+        await disk.put("key", value_of("key", 1))
+        made[0].failing = True
+        with pytest.raises(OSError):
+            await disk.write()
+        made[0].failing = False
+        assert await disk.tier.probe()
+        log, reclaimer = disk.tier._log, disk.tier._reclaimer
+        if end == "killed before the seal":
+            monkeypatch.setattr(reclaimer, "seal_behind", lambda *_: None)
+            await reclaimer._rotate(0)
+            batch = log.compose((), (), empty_ok=True)
+            await log.submit(batch)
+            await log.sync_segment(batch.home)
+        else:
+            reclaimer.seal_behind(disk.tier._set.active)
+            await reclaimer.drain()
+        crashed = crash_copy(path, tmp_path / "crashed")
+        monkeypatch.undo()
+    segment = segments_of(crashed)[0]
+    torn = segment.read_bytes().find(value_of("key", 1)) // 4096 * 4096
+    damage(segment, torn)
+    damage(segment, torn + 4096)  # and its trailer
+    if end == "sealed":
+        assert verify_directory(crashed).ok
+    if end == "footer damaged":
+        damage(segment, segment.stat().st_size - 2 * 4096 + 20)
+    async with Disk(crashed) as disk:
+        assert await disk.get("key") == value_of("key")
