@@ -502,7 +502,7 @@ class Inspector:
                 damaged = self._damaged(file, records)
                 self._copies(file, found, seed, limit)
             self._count(report, space, records, damaged)
-        space.ended |= cut is not None
+        space.ended |= cut is not None or scan.is_lossy(header, seal)
         good = max((int(found.header.previous_good) for found in scan.batches), default=0)
         space.expected_good = seal.previous_good if seal is not None else good
 

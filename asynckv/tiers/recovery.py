@@ -328,7 +328,8 @@ class Recovery:
             cut = unread if cut is None else max(cut, unread)
         if cut is not None:
             self.damaged(f"segment {segment.number} lost batches that had been written")
-            self._cut = True
+        lossy = cut is not None or scan.is_lossy(header, seal)
+        self._cut |= lossy
         trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit)
         for _, records in reversed(trusted):
             if self._apply(segment, records):
@@ -337,7 +338,7 @@ class Recovery:
             await asyncio.sleep(0)
         if self.stopped:
             return
-        await self._reseal(segment, scan, trusted, durable=limit, lossy=cut is not None)
+        await self._reseal(segment, scan, trusted, durable=limit, lossy=lossy)
 
     def _header(self, segment: Segment, scan: Scan) -> SegmentHeader | None:
         """The segment's header, or one that its claim or records prove; None when nothing in it is ours."""

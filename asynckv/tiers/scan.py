@@ -146,6 +146,11 @@ class Scan:
             limit = max(limit, self.batches[expected_good - 1].end)
         return limit
 
+    def is_lossy(self, header: SegmentHeader, seal: Seal | None) -> bool:
+        """Whether a recovery had found already that batches are lost: nothing older counts."""
+        seal = self._seal_of(header, seal)
+        return seal is not None and seal.lossy
+
     def _seal_of(self, header: SegmentHeader, seal: Seal | None) -> Seal | None:
         """The seal at the end of the file, else one that was written behind a footer before the file was cut there."""
         if seal is None and self.seal is not None and self.seal.number == header.number:

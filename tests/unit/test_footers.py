@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from logkit import KIB, Disk, fill, segments_of, value_of
+from logkit import KIB, Disk, damage, fill, segments_of, value_of
 
 from asynckv.errors import CorruptStoreError
-from asynckv.tiers import verify_directory
+from asynckv.tiers import inspect_directory, verify_directory
 from asynckv.tiers.layout import PAGE, Seal
 
 
@@ -61,3 +61,20 @@ async def test_strict_refuses_it(tmp_path):
     with pytest.raises(CorruptStoreError):
         async with Disk(path, segment=64 * KIB, recover="strict"):
             pass
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_lossy_seal_ends_what_is_older_with_and_without_its_footer(tmp_path, whole):
+    path = tmp_path / "kv"
+    for key in ("old", "new"):
+        async with Disk(path) as disk:
+            await fill(disk, [key])
+    (path / "index.snap").unlink()
+    segment = segments_of(path)[1]
+    forge(segment, lossy=lambda _: True)
+    if not whole:
+        damage(segment, segment.stat().st_size - 2 * PAGE + 20)
+    (space,) = inspect_directory(path).spaces.values()
+    assert [place.segment for place in space.live] == [2]
+    async with Disk(path) as disk:
+        assert await disk.get_all(["old", "new"]) == {"new": value_of("new")}
