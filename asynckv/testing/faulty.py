@@ -36,8 +36,8 @@ class FaultyFiles(Files):
     """The raw calls of an engine, with faults.
 
     Operations are the names of the calls: preadv, pwritev, fdatasync, fsync, open, close, truncate, allocate, settle,
-    links, rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file. A slow or hanging call blocks
-    its worker, as a real one would.
+    links, rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file, temporary, probe_direct.
+    A slow or hanging call blocks its worker, as a real one would.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Which value may a cache return? A dictionary that knows the promises, not the mechanism.
 
-The promises are those of section 6 of the contract: never wrong bytes, what was flushed is kept, no phantoms, nothing
-older than the last flushed value. A cache may forget any block at any time, so a miss is always allowed.
+The promises: never wrong bytes, no phantoms, nothing older than the last flushed value. A cache may forget any block at
+any time, so a miss is always allowed; `ModelCache.kept` says whether it has to be accounted for.
 """
 
 from __future__ import annotations
