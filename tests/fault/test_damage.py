@@ -11,10 +11,8 @@ ASYNCKV_TEST_SCALE multiplies the number of samples, ASYNCKV_TEST_SEED repeats a
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,14 +94,10 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    """In memory where the system has such a place: thousands of little stores are written."""
-    shm = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=shm)) if os.access(shm, os.W_OK) else tmp_path
-    lab = Lab(root)
+def lab(memory_path: Path) -> Iterator[Lab]:
+    lab = Lab(memory_path)
     yield lab
     lab.runner.close()
-    shutil.rmtree(root)
 
 
 async def _put(cache: asynckv.Cache, index: int, version: int) -> None:

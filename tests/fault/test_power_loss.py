@@ -11,11 +11,9 @@ ASYNCKV_TEST_SCALE multiplies the number of images, ASYNCKV_TEST_SEED repeats a 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +131,6 @@ class Life:
         return sorted(self.random.sample(cuts, min(count, len(cuts))))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the system has such a place: what survives is decided by the record, not by the disk."""
-    shm = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=shm)) if os.access(shm, os.W_OK) else tmp_path
-    yield root
-    shutil.rmtree(root)
-
-
 async def _look(directory: Path, options: dict[str, Any], history: History) -> list[str]:
     """Open an image and compare every key with what is allowed."""
     problems = []
@@ -199,34 +188,34 @@ def _check(
 @pytest.mark.parametrize(
     ("options", "count"), [(ROOMY, 150), (TIGHT, 150)], ids=["all that is put fits", "segments are reused"]
 )
-def test_power_loss(root: Path, options: dict[str, Any], count: int) -> None:
+def test_power_loss(memory_path: Path, options: dict[str, Any], count: int) -> None:
     first = seed()
     may_drop = options is TIGHT
     rounds = max(1, round(scale()))
     telling = images = 0
     with asyncio.Runner() as runner:
         for number in range(rounds):
-            life = Life(root / f"store-{number}", options, first + number, [1] * KEYS)
+            life = Life(memory_path / f"store-{number}", options, first + number, [1] * KEYS)
             runner.run(life.run(OPERATIONS))
             cuts = life.cuts(count)
-            telling += _check(runner, root, life, cuts, lambda: History(KEYS, may_drop=may_drop), "")
+            telling += _check(runner, memory_path, life, cuts, lambda: History(KEYS, may_drop=may_drop), "")
             images += len(cuts)
             shutil.rmtree(life.directory)
     print(f"{images} images, {telling} of them after an acknowledged flush")
     assert telling > images // 2
 
 
-def test_power_loss_while_it_recovers_from_one(root: Path) -> None:
+def test_power_loss_while_it_recovers_from_one(memory_path: Path) -> None:
     first = seed()
     images = 0
     with asyncio.Runner() as runner:
         for number in range(max(1, round(3 * scale()))):
-            life = Life(root / f"store-{number}", ROOMY, first + number, [1] * KEYS)
+            life = Life(memory_path / f"store-{number}", ROOMY, first + number, [1] * KEYS)
             runner.run(life.run(OPERATIONS))
             assert life.backend is not None
             for cut in life.cuts(3):
                 mode = life.random.choice(MODES)
-                path = root / "recovering"
+                path = memory_path / "recovering"
                 life.backend.image(path, cut=cut, mode=mode, random=life.random)
                 second = Life(path, ROOMY, life.random.getrandbits(32), list(life.next))
                 runner.run(second.run(8))
@@ -235,17 +224,18 @@ def test_power_loss_while_it_recovers_from_one(root: Path) -> None:
                 def start(life: Life = life, cut: int = cut) -> History:
                     return life.events.until(cut, History(KEYS))
 
-                _check(runner, root, second, cuts, start, f"seed {first + number}, first cut {cut} {mode}, second ")
+                where = f"seed {first + number}, first cut {cut} {mode}, second "
+                _check(runner, memory_path, second, cuts, start, where)
                 images += len(cuts)
                 shutil.rmtree(path)
             shutil.rmtree(life.directory)
     print(f"{images} images")
 
 
-def test_a_store_that_skips_syncs_is_caught(root: Path) -> None:
+def test_a_store_that_skips_syncs_is_caught(memory_path: Path) -> None:
     """The check checks: with syncs that do nothing but are believed, acknowledged blocks must be found missing."""
     first = seed()
-    life = Life(root / "store", ROOMY, first, [1] * KEYS)
+    life = Life(memory_path / "store", ROOMY, first, [1] * KEYS)
     with asyncio.Runner() as runner:
         runner.run(life.run(OPERATIONS))
         backend = life.backend
@@ -254,4 +244,4 @@ def test_a_store_that_skips_syncs_is_caught(root: Path) -> None:
             if entry.kind == "sync":
                 entry.ok = False
         with pytest.raises(AssertionError, match=r"lost|corrupt|back"):
-            _check(runner, root, life, backend.cuts()[-60:], lambda: History(KEYS), "")
+            _check(runner, memory_path, life, backend.cuts()[-60:], lambda: History(KEYS), "")
