@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_history import block_of, key_of, payload
 from levels import parts, seed, span, tally
 from simkit import Simulation
 
 import asynckv
 from asynckv.testing import MemoryDisk
+from asynckv.testing.values import block_of, key_of, payload
 
 SIZES = (40, 60, 700, 4096)
 KEYS = range(10)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import WrongBlockError, block_of, key_of, payload, version_of
 from levels import scale, seed
 
 import asynckv
+from asynckv.testing.values import WrongBlockError, block_of, key_of, payload, version_of
 
 PAGE = 4096
 SIZES = (40, 60, 700, 4096, 5000, 12_000, 32_768)

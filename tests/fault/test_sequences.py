@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import block_of, key_of
 from levels import count, parts, seed, tally
 from simkit import Simulation
 
 import asynckv
 from asynckv.testing import MemoryDisk, ModelCache, RecordingBackend
 from asynckv.testing.model import MISS
+from asynckv.testing.values import block_of, key_of
 
 SIZES = (60, 4096, 700, 20_000)
 KEYS = range(12)
