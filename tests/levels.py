@@ -33,6 +33,7 @@ COUNTS = {
     "power-loss images": (300, 6000, 300_000),
     "crashes during recovery": (75, 1000, 10_000),
     "operations in exhaustive sequences": (2, 3, 3),
+    "crash positions in each life of a sequence": (10, 1000, 1000),
     "seeds": (500, 20_000, 1_000_000),
     "property examples": (140, 10_000, 350_000),
     "corruptions": (1500, 800_000, 800_000),
