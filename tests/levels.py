@@ -36,6 +36,7 @@ COUNTS = {
     "crash positions in each life of a sequence": (10, 1000, 1000),
     "seeds": (500, 20_000, 1_000_000),
     "property examples": (140, 10_000, 350_000),
+    "damaged images of each kind": (60, 1200, 3000),
     "corruptions": (1500, 800_000, 800_000),
     "repaired damages": (6, 1000, 50_000),
     "planted programs": (14, 200, 1000),
