@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -186,8 +185,3 @@ def damage(segment: Path, offset: int, length: int = 1) -> None:
     for at in range(offset, offset + length):
         data[at] ^= 0x5A
     segment.write_bytes(data)
-
-
-async def turns(count: int = 5) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
