@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 SOURCES := setup.py $(wildcard asynckv/*.pyx asynckv/*.pxd asynckv/*.pxi asynckv/*.h)
 
 .PHONY: all demo test test-nightly test-release soak lint build clean
-.PHONY: fuzz test-sanitize coverage mutants
+.PHONY: test-matrix fuzz test-sanitize coverage mutants
 
 all: build
 
@@ -25,6 +25,10 @@ test: build $(VENV)/.test
 # The whole suite with larger campaigns, see docs/testing.md; JOBS test processes share the work.
 test-nightly test-release: test-%: build $(VENV)/.test
 	ASYNCKV_TEST_LEVEL=$* $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# The suite with each engine, with refused rings, as an ordinary user and on each file system; PLACES names some of them.
+test-matrix: build $(VENV)/.test
+	$(BIN)/python tests/matrix.py $(PLACES)
 
 soak: build
 	$(BIN)/python benchmarks/soak.py --seconds $(SOAK_SECONDS)

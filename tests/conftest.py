@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import uvloop
 from levels import COUNTS, count, level, scale, tallies
+from storekit import SHM
 
 uvloop.new_event_loop().close()  # libuv opens descriptors of its own once per process: before any audit
 
@@ -104,6 +107,13 @@ def _descriptors_stay(request):
     gc.collect()
     left = {fd: name for fd, name in _descriptors().items() if before.get(fd) != name}
     assert not left, f"descriptors left: {left}"
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A directory in memory where the system has such a place: for tests that write many little stores."""
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

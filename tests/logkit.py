@@ -190,11 +190,6 @@ def damage(segment: Path, offset: int, length: int = 1) -> None:
     segment.write_bytes(data)
 
 
-async def turns(count: int = 5) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 class Failing:
     """An engine whose calls of one kind fail while `failing` is set."""
 

@@ -30,6 +30,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 # A size that needs no rounding in the pool: N of them fill a pool made for N.
 BLOCK = 64 * KIB
+SHM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a place in memory, where the system has one
 
 _HEADER = struct.Struct("<QQQ")
 _ROOT = Path(asynckv.__file__).resolve().parents[1]

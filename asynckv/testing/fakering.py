@@ -18,6 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from asynckv.testing.script import Fault, Script
+from asynckv.testing.tools import os_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -214,7 +215,7 @@ class FakeRing:
         self.enters += 1
         fault = self.script.next("enter")
         if fault is not None and fault.action == "error":
-            raise OSError(fault.errno, os.strerror(fault.errno))
+            raise os_error(fault.errno)
         if fault is not None and fault.action == "partial":
             count = fault.part(count)
         batch = [self._queue.popleft() for _ in range(count)]

@@ -19,6 +19,7 @@ from asynckv.backends.files import Files
 from asynckv.clock import Clock, MonotonicClock, TimerHandle
 from asynckv.errors import ClosedError
 from asynckv.testing.script import Fault, Script
+from asynckv.testing.tools import os_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,16 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["FaultyBackend", "FaultyFiles"]
 
 
-def _oserror(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
-
-
 class FaultyFiles(Files):
     """The raw calls of an engine, with faults.
 
     Operations are the names of the calls: preadv, pwritev, fdatasync, fsync, open, close, truncate, allocate, settle,
-    links, rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file. A slow or hanging call blocks
-    its worker, as a real one would.
+    links, rename, unlink, sync_directory, list, stat, free_bytes, read_file, write_file, temporary, probe_direct.
+    A slow or hanging call blocks its worker, as a real one would.
 
     Parameters
     ----------
@@ -74,7 +71,7 @@ class FaultyFiles(Files):
         if fault is None:
             return None
         if fault.action == "error":
-            raise _oserror(fault.errno)
+            raise os_error(fault.errno)
         if fault.action == "slow":
             time.sleep(fault.seconds)
             return None
@@ -251,7 +248,7 @@ class FaultyBackend(Wrapper):
         if fault.action == "error":
             half = len(buffer) // 2  # a failed read leaves the buffer undefined
             buffer[:half] = b"\xa5" * half
-            return self._failed(_oserror(fault.errno), released)
+            return self._failed(os_error(fault.errno), released)
         if fault.action == "short":
             part = fault.part(len(buffer))
 
@@ -279,7 +276,7 @@ class FaultyBackend(Wrapper):
         if fault is None:
             return self._closed("write", released) if self._closing else submit(timeout)
         if fault.action == "error":
-            return self._failed(_oserror(fault.errno), released)
+            return self._failed(os_error(fault.errno), released)
         if fault.action in ("slow", "hang"):
             return self._hold("write", fault, submit, timeout)
 
@@ -307,7 +304,7 @@ class FaultyBackend(Wrapper):
         if fault is None:
             return self._closed("sync", None) if self._closing else submit(timeout)
         if fault.action == "error":
-            return self._failed(_oserror(fault.errno), None)
+            return self._failed(os_error(fault.errno), None)
         return self._hold("sync", fault, submit, timeout)
 
     def call(self, function: str, *args: Any, timeout: float | None = None) -> asyncio.Future[Any]:
@@ -321,8 +318,8 @@ class FaultyBackend(Wrapper):
             return self._closed(function, None) if self._closing else submit(timeout)
         if fault.action == "error":
             if function == "close":  # Linux lets the descriptor go even when close(2) fails
-                return self._changed(submit(timeout), _raise(_oserror(fault.errno)))
-            return self._failed(_oserror(fault.errno), None)
+                return self._changed(submit(timeout), _raise(os_error(fault.errno)))
+            return self._failed(os_error(fault.errno), None)
         if fault.action == "short":
             return self._changed(submit(timeout), lambda data: data[: fault.part(len(data))])
         if fault.action == "corrupt":

@@ -70,10 +70,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.turns += 1
         if self.turns > self._turns_max:
             raise StuckError(f"the loop has turned {self.turns} times")
-        if len(threading.enumerate()) > 1:
-            for thread in threading.enumerate():
-                if thread.name.startswith("asynckv") and thread is not threading.current_thread():
-                    thread.join()
+        for thread in threading.enumerate():
+            if thread.name.startswith("asynckv") and thread is not threading.current_thread():
+                thread.join()
         if self._arrived:
             self._ready.extend(self._arrived)
             self._arrived.clear()

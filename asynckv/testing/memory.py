@@ -7,35 +7,32 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from asynckv.backends.files import O_DIRECT, Files
+from asynckv.testing.tools import PAGE, os_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["MemoryDisk", "MemoryFiles"]
 
-PAGE = 4096
 SECTOR = 512
 NO_NAME = "/"  # no file can have it
 FD_FIRST = 1 << 30  # far from every descriptor of the system, which somebody may close by mistake
 
 
-def _oserror(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
+def _pages(size: int) -> int:
+    """Bytes a file of this size takes."""
+    return -(-size // PAGE) * PAGE
 
 
 class _Data:
     """What a name stands for. A file without a name lives on while it is open."""
 
-    __slots__ = ("bytes", "held")
+    __slots__ = ("bytes", "held", "opened")
 
     def __init__(self, content: bytes | bytearray = b"") -> None:
         self.bytes = bytearray(content)
-        self.held = pages(len(content))
-
-
-def pages(size: int) -> int:
-    """Bytes a file of this size takes."""
-    return -(-size // PAGE) * PAGE
+        self.held = _pages(len(content))
+        self.opened = 0
 
 
 class MemoryDisk:
@@ -76,21 +73,23 @@ class MemoryDisk:
 
     def grow(self, data: _Data, size: int) -> None:
         """Take room for a file of this size."""
-        more = pages(size) - data.held
+        more = _pages(size) - data.held
         if more > 0:
             if more > self.free:
-                raise _oserror(errno.ENOSPC)
+                raise os_error(errno.ENOSPC)
             data.held += more
 
-    def unname(self, name: str, open_files: list[_Data]) -> None:
+    def unname(self, name: str) -> None:
         """Take a name away."""
         data = self.names.pop(name)
-        if any(data is each for each in open_files):
+        if data.opened:
             self._nameless.append(data)
 
     def closed(self, data: _Data) -> None:
-        """Forget a file without a name."""
-        self._nameless = [each for each in self._nameless if each is not data]
+        """A descriptor of a file is gone, and with the last one what has no name."""
+        data.opened -= 1
+        if not data.opened:
+            self._nameless = [each for each in self._nameless if each is not data]
 
 
 class MemoryFiles(Files):
@@ -108,7 +107,8 @@ class MemoryFiles(Files):
         super().__init__()
         self.disk = disk
         self._direct = direct
-        self._open: dict[int, tuple[_Data, list[int]]] = {}
+        self._open: dict[int, _Data] = {}
+        self._unbuffered: set[int] = set()  # descriptors with O_DIRECT
         self._next = FD_FIRST
 
     def attach(self, directory: Any) -> None:
@@ -116,9 +116,9 @@ class MemoryFiles(Files):
 
     def _data(self, fd: int) -> _Data:
         try:
-            return self._open[fd][0]
+            return self._open[fd]
         except KeyError:
-            raise _oserror(errno.EBADF) from None
+            raise os_error(errno.EBADF) from None
 
     def _named(self, name: str) -> _Data:
         try:
@@ -129,17 +129,19 @@ class MemoryFiles(Files):
     def open(self, name: str, flags: int, mode: int = 0o600) -> int:
         """Open a file."""
         if flags & O_DIRECT and not self._direct:
-            raise _oserror(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if name not in self.disk.names and flags & os.O_CREAT:
             self.disk.names[name] = _Data()
         elif flags & os.O_EXCL and name in self.disk.names:
-            raise _oserror(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         data = self._named(name)
         if flags & os.O_TRUNC:
             data.bytes.clear()
             data.held = 0
         fd, self._next = self._next, self._next + 1
-        self._open[fd] = (data, [flags])
+        self._open[fd] = data
+        data.opened += 1
+        self.set_direct(fd, bool(flags & O_DIRECT))
         return fd
 
     def temporary(self, flags: int) -> int:
@@ -150,19 +152,17 @@ class MemoryFiles(Files):
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
-        data = self._data(fd)
+        self.disk.closed(self._data(fd))
+        self.set_direct(fd, False)
         del self._open[fd]
-        if not any(data is each for each, _ in self._open.values()):
-            self.disk.closed(data)
 
     def set_direct(self, fd: int, on: bool) -> None:
         """Turn O_DIRECT on or off."""
-        flags = self._open[fd][1]
-        flags[0] = flags[0] | O_DIRECT if on else flags[0] & ~O_DIRECT
+        (self._unbuffered.add if on else self._unbuffered.discard)(fd)
 
     def _check_direct(self, fd: int, offset: int, buffers: Sequence[Any]) -> None:
-        if self._open[fd][1][0] & O_DIRECT and (offset | sum(map(len, buffers))) & (SECTOR - 1):
-            raise _oserror(errno.EINVAL)
+        if fd in self._unbuffered and (offset | sum(map(len, buffers))) & (SECTOR - 1):
+            raise os_error(errno.EINVAL)
 
     def preadv(self, fd: int, buffers: Any, offset: int) -> int:  # type: ignore[override]
         """Read what is there."""
@@ -211,7 +211,7 @@ class MemoryFiles(Files):
         self.disk.grow(data, size)
         del data.bytes[size:]
         data.bytes.extend(bytes(size - len(data.bytes)))
-        data.held = pages(size)
+        data.held = _pages(size)
 
     def allocate(self, fd: int, size: int) -> None:
         """Grow an open file to a size."""
@@ -234,7 +234,7 @@ class MemoryFiles(Files):
     def unlink(self, name: str) -> None:
         """Remove a name."""
         self._named(name)
-        self.disk.unname(name, [data for data, _ in self._open.values()])
+        self.disk.unname(name)
 
     def sync_directory(self) -> None:
         """As `fdatasync`."""

@@ -1,7 +1,7 @@
 """Which value may a cache return? A dictionary that knows the promises, not the mechanism.
 
-The promises are those of section 6 of the contract: never wrong bytes, what was flushed is kept, no phantoms, nothing
-older than the last flushed value. A cache may forget any block at any time, so a miss is always allowed.
+The promises: never wrong bytes, no phantoms, nothing older than the last flushed value. A cache may forget any block at
+any time, so a miss is always allowed; `ModelCache.kept` says whether it has to be accounted for.
 """
 
 from __future__ import annotations
@@ -167,14 +167,16 @@ class ModelCache:
         kept = key in self._kept if floor < 0 else history[floor].kind == _PUT
         return kept and all(change.kind == _PUT for change in history[max(floor, 0) :])
 
-    def observe(self, key: Hashable, got: Hashable) -> None:
+    def observe(self, key: Hashable, got: Hashable, *, final: bool = False) -> None:
         """A store that was just reopened has shown this value: no other one can come any more.
 
-        A miss tells nothing: what was dropped for room may be there again after a power loss.
+        A miss tells nothing, unless it is `final`: what was dropped for room may be there again after a power loss.
         """
-        if got is not MISS and key not in self._changes:
+        if key not in self._changes and (final or got is not MISS):
             self._initial[key] = frozenset({got})
-            self._kept.add(key)
+            self._kept.discard(key)
+            if got is not MISS:
+                self._kept.add(key)
 
     def check(self, key: Hashable, got: Hashable) -> None:
         """Fail when a get without a restart must not have returned this."""

@@ -191,7 +191,7 @@ class RecordingBackend(Wrapper):
 
         def done(future: asyncio.Future[Any]) -> None:
             ok = not future.cancelled() and future.exception() is None
-            for entry in list(entries):
+            for entry in entries:
                 entry.ended, entry.ok = self.position(), ok
                 if not ok and before is not None and entry.kind in _NAMES:
                     entry.ok = self._took_effect(entry, before)
@@ -301,8 +301,7 @@ class RecordingBackend(Wrapper):
 
         def failed(future: asyncio.Future[File]) -> None:
             created = entries and entries[0].kind == "create" and self._names.get(name) == number
-            kept = created and self._ask is not None and entries[0].ok
-            if created and not kept and not future.cancelled() and future.exception() is not None:
+            if created and not entries[0].ok and not future.cancelled() and future.exception() is not None:
                 del self._names[name]
 
         self._ends(future, entries, opened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import mmap
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PAGE", "Ends", "Gate", "aligned", "pattern", "raises_errno", "threads_gone", "turns"]
+__all__ = ["PAGE", "Ends", "Gate", "aligned", "os_error", "pattern", "raises_errno", "threads_gone", "turns"]
 
 PAGE = 4096
 
@@ -26,6 +27,11 @@ def aligned(size: int, fill: bytes = b"\0") -> memoryview:
     if fill != b"\0" and size:
         view[:] = (fill * (size // len(fill) + 1))[:size]
     return view
+
+
+def os_error(number: int) -> OSError:
+    """The error that a system call would raise."""
+    return OSError(number, os.strerror(number))
 
 
 def pattern(size: int, seed: int = 1) -> bytes:

@@ -22,6 +22,7 @@ from asynckv.backends import ShortTransferError, ThreadsBackend, create_backend
 from asynckv.backends import transfer as transfer_module
 from asynckv.backends.aio import AiofilesBackend
 from asynckv.backends.files import Files
+from asynckv.clock import MonotonicClock
 from asynckv.errors import DiskError
 from asynckv.testing import (
     FaultyBackend,
@@ -29,6 +30,7 @@ from asynckv.testing import (
     ManualClock,
     RecordingBackend,
     Script,
+    SimulatedBackend,
     corrupt,
     error,
     hang,
@@ -116,6 +118,26 @@ class TestFaultyUring(RingContract):
 class TestFaultyWithoutFaults(BackendContract):
     def make(self, **options):
         return FaultyBackend(ThreadsBackend(**options), clock=options.get("clock"))
+
+
+class TestSimulated(BackendContract):
+    """On a real directory and a real loop. Left out is what blocks a worker or asks for its thread: there is none."""
+
+    test_verify_runs_in_a_worker_and_its_answer_is_the_result = None
+    test_prepare_runs_once_in_a_worker_and_gives_the_result = None
+    test_cancelling_a_running_operation_keeps_its_buffer = None
+    test_a_cancelled_operation_that_has_not_started_never_runs = None
+    test_the_deadline_of_a_running_operation = None
+    test_the_deadline_of_an_operation_that_has_not_started = None
+    test_deadlines_of_their_own = None
+    test_a_lane_full_of_hung_work_leaves_the_others_alone = None
+    test_closing_a_file_waits_for_its_operations = None
+    test_close_counts_what_is_stuck = None
+    test_a_cancelled_close_goes_on = None
+
+    def make(self, *, clock=None, **options):
+        clock = MonotonicClock() if clock is None else clock
+        return SimulatedBackend(files=Files(), clock=clock, seconds=lambda kind: 1e-4, **options)
 
 
 class TestRecording(BackendContract):

@@ -28,11 +28,11 @@ import socket
 import sys
 from typing import Any
 
-import fault_history as values
 import uvloop
 from kill_points import Killer
 
 import asynckv
+from asynckv.testing import values
 
 with contextlib.suppress(ImportError):  # a system without rings
     import asynckv.backends.uring

@@ -61,12 +61,17 @@ def rings_of_the_loop() -> list[int]:
     return found
 
 
-def deny(number: int, error: int, spared: list[int]) -> None:
-    """Make every thread of this process get an error from one system call, except on some descriptors."""
+def deny(number: int, error: int, spared: list[int], *, only_without_wait: bool = False) -> None:
+    """Make every thread of this process get an error from one system call, except on some descriptors.
+
+    With `only_without_wait`, io_uring_enter is let through when it is to wait for completions.
+    """
     jumps = [(JUMP_EQUAL, len(spared) - at, 0, fd) for at, fd in enumerate(spared)]
+    waits = ((LOAD, 0, 0, 32), (JUMP_EQUAL, 0, len(jumps) + 2, 0)) if only_without_wait else ()  # args[2]
     instructions = (
         (LOAD, 0, 0, 0),  # seccomp_data.nr
-        (JUMP_EQUAL, 0, len(jumps) + 2, number),
+        (JUMP_EQUAL, 0, len(jumps) + 2 + len(waits), number),
+        *waits,
         (LOAD, 0, 0, 16),  # the low half of seccomp_data.args[0]; both architectures are little-endian
         *jumps,
         (RETURN, 0, 0, SECCOMP_RET_ERRNO | error),

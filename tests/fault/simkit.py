@@ -8,8 +8,6 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fault_history import key_of, version_of
-
 import asynckv
 from asynckv.testing import (
     MemoryDisk,
@@ -19,6 +17,7 @@ from asynckv.testing import (
     SimulatedClock,
     SimulatedLoop,
 )
+from asynckv.testing.values import key_of, version_of
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_history import block_of, key_of, payload
 from levels import parts, seed, span, tally
 from simkit import Simulation
 
 import asynckv
 from asynckv.testing import MemoryDisk
+from asynckv.testing.values import block_of, key_of, payload
 
 SIZES = (40, 60, 700, 4096)
 KEYS = range(10)
@@ -69,12 +69,11 @@ def _owner(files: Files, expected: dict[int, int | None]) -> dict[str, dict[int,
     return owners
 
 
-def _damages(files: Files, first: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """File, offset and new value: a part of all, in an order that mixes the places."""
+def _damages(files: Files, part: int, most: int) -> Iterator[tuple[str, int, int]]:
+    """File, offset and new value: some of those that are this part's, drawn from all over the files."""
     places = [(name, at) for name, content in sorted(files.items()) for at in range(len(content)) if name != "spare"]
-    order = list(range(len(places) * len(WAYS)))
-    random.Random(seed("damages")).shuffle(order)
-    for number in order[first:end]:
+    mine = range(part, len(places) * len(WAYS), len(parts()))
+    for number in random.Random(seed("damages")).sample(mine, min(most, len(mine))):
         name, at = places[number // len(WAYS)]
         yield name, at, WAYS[number % len(WAYS)](files[name][at])
 
@@ -88,9 +87,8 @@ def test_every_byte(tmp_path: Path, clean: bool, part: int) -> None:
     assert simulation.look(files, KEYS) == expected
     owners = _owner(files, expected)
     tried = lost = 0
-    chosen = span("corruptions", part)
-    share = 1 if clean else 10
-    for name, at, value in _damages(files, chosen.start // share, chosen.stop // share):
+    most = len(span("corruptions", part)) // (1 if clean else 10)
+    for name, at, value in _damages(files, part, most):
         if value == files[name][at]:
             continue
         damaged = bytearray(files[name])

@@ -5,26 +5,24 @@ clear and another namespace's blocks; once as a clean close leaves it and once a
 each damage the store must open, and each get must give the last flushed value or None; never another key's bytes, an
 older value or something deleted. `recover="strict"` must raise whenever the quiet recovery had to leave something out.
 
-ASYNCKV_TEST_SCALE multiplies the number of samples, ASYNCKV_TEST_SEED repeats a run.
+ASYNCKV_TEST_SEED repeats a run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import WrongBlockError, block_of, key_of, payload, version_of
-from levels import scale, seed
+from levels import count, seed, tally
 
 import asynckv
+from asynckv.testing.values import WrongBlockError, block_of, key_of, payload, version_of
 
 PAGE = 4096
 SIZES = (40, 60, 700, 4096, 5000, 12_000, 32_768)
@@ -96,14 +94,10 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    """In memory where the system has such a place: thousands of little stores are written."""
-    shm = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=shm)) if os.access(shm, os.W_OK) else tmp_path
-    lab = Lab(root)
+def lab(memory_path: Path) -> Iterator[Lab]:
+    lab = Lab(memory_path)
     yield lab
     lab.runner.close()
-    shutil.rmtree(root)
 
 
 async def _put(cache: asynckv.Cache, index: int, version: int) -> None:
@@ -227,8 +221,8 @@ def segments(image: Image) -> list[str]:
     return sorted(name for name in image if name.endswith(".seg"))
 
 
-def samples(default: int) -> int:
-    return max(1, round(default * scale()))
+def samples() -> int:
+    return count("damaged images of each kind")
 
 
 def report(what: str, found: list[Found]) -> None:
@@ -246,6 +240,7 @@ def check_all(lab: Lab, golden: Golden, what: str, damaged: list[tuple[str, Imag
         each = lab.probe(image, golden.expected)
         each.problems = [f"{name}: {problem}" for problem in each.problems]
         found.append(each)
+    tally("damaged images", len(found))
     report(what, found)
     return found
 
@@ -277,7 +272,7 @@ def _flip(golden: Golden, draw: random.Random) -> tuple[str, Image]:
 def test_flipped_bytes(lab: Lab, clean: bool) -> None:
     draw = random.Random(seed())
     golden = lab.golden(clean=clean)
-    found = check_all(lab, golden, "flips", [_flip(golden, draw) for _ in range(samples(160))])
+    found = check_all(lab, golden, "flips", [_flip(golden, draw) for _ in range(2 * samples())])
     lost = sorted(each.lost for each in found)
     assert lost[len(lost) // 2] <= 1
 
@@ -289,7 +284,7 @@ def test_flips_in_every_header_byte_range(lab: Lab, clean: bool) -> None:
     golden = lab.golden(clean=clean)
     damaged = []
     places = pages(golden.image)
-    for _ in range(samples(60)):
+    for _ in range(samples()):
         name, page = draw.choice(places)
         offset = page + draw.randrange(min(160, len(golden.image[name]) - page))
         value = bytes(draw.randrange(256) for _ in range(draw.choice([1, 2, 4, 8])))
@@ -308,7 +303,7 @@ def test_zeroed_sectors(lab: Lab, clean: bool, sector: int) -> None:
         for offset in range(page, min(page + PAGE, len(golden.image[name])), sector)
     ]
     damaged = []
-    for name, offset in draw.sample(places, min(len(places), samples(60))):
+    for name, offset in draw.sample(places, min(len(places), samples())):
         zeros = bytes(min(sector, len(golden.image[name]) - offset))
         damaged.append((f"{name}[{offset}:+{sector}] zeroed", patched(golden.image, name, offset, zeros)))
     check_all(lab, golden, f"zeroed {sector} bytes", damaged)
@@ -319,7 +314,7 @@ def test_truncated_files(lab: Lab, clean: bool) -> None:
     draw = random.Random(seed())
     golden = lab.golden(clean=clean)
     damaged = []
-    for _ in range(samples(60)):
+    for _ in range(samples()):
         name, page = draw.choice(pages(golden.image))
         length = page + draw.choice([0, 1, 511, 512, PAGE - 1])
         damaged.append((f"{name} cut to {length}", {**golden.image, name: golden.image[name][:length]}))
@@ -383,7 +378,7 @@ def test_swapped_payloads(lab: Lab, clean: bool) -> None:
     ]
     assert any(one[0] == other[0] for _, one, other in pairs)
     damaged = []
-    for size, one, other in draw.sample(pairs, min(len(pairs), samples(60))):
+    for size, one, other in draw.sample(pairs, min(len(pairs), samples())):
         first = golden.image[one[2]][one[3] : one[3] + size]
         second = golden.image[other[2]][other[3] : other[3] + size]
         image = patched(patched(golden.image, one[2], one[3], second), other[2], other[3], first)
@@ -397,7 +392,7 @@ def test_swapped_pages(lab: Lab, clean: bool) -> None:
     golden = lab.golden(clean=clean)
     places = pages(golden.image, lambda name: name.endswith(".seg"))
     damaged = []
-    for _ in range(samples(60)):
+    for _ in range(samples()):
         one, other = draw.sample(places, 2)
         first, second = (golden.image[name][offset : offset + PAGE] for name, offset in (one, other))
         image = patched(patched(golden.image, *one, second), *other, first)
@@ -412,7 +407,7 @@ def test_doubled_pages(lab: Lab, clean: bool) -> None:
     golden = lab.golden(clean=clean)
     places = pages(golden.image, lambda name: name.endswith(".seg"))
     damaged = []
-    for _ in range(samples(60)):
+    for _ in range(samples()):
         (name, offset), target = draw.sample(places, 2)
         page = golden.image[name][offset : offset + PAGE]
         damaged.append((f"page {(name, offset)} over {target}", patched(golden.image, *target, page)))
@@ -432,7 +427,7 @@ def test_swapped_segments(lab: Lab, clean: bool) -> None:
             damaged.append((f"{one} and {other} exchanged", image))
         newer = f"{int(names[-1].split('.')[0]) + 1 + at:016d}.seg"
         damaged.append((f"{one} copied to {newer}", {**golden.image, newer: golden.image[one]}))
-    check_all(lab, golden, "swapped segments", draw.sample(damaged, min(len(damaged), samples(50))))
+    check_all(lab, golden, "swapped segments", draw.sample(damaged, min(len(damaged), samples())))
 
 
 @both
@@ -510,7 +505,7 @@ def test_strict_raises_when_quiet_leaves_something_out(lab: Lab, clean: bool) ->
     golden = lab.golden(clean=clean)
     whole = sum(version is not None for version in golden.expected.values())
     raised = 0
-    for _ in range(samples(60)):
+    for _ in range(samples()):
         name, page = draw.choice(pages(golden.image, lambda each: each.endswith(".seg")))
         length = draw.choice([1, 512, PAGE, 3 * PAGE])
         data = golden.image[name]
@@ -523,7 +518,7 @@ def test_strict_raises_when_quiet_leaves_something_out(lab: Lab, clean: bool) ->
         strict = lab.strict_raises(image)
         raised += strict
         assert strict or indexed >= whole, f"{name}[{page}:+{len(noise)}]: {whole - indexed} keys left out in silence"
-    print(f"strict raised on {raised} of {samples(60)} damaged stores")
+    print(f"strict raised on {raised} of {samples()} damaged stores")
     assert raised > 0
 
 

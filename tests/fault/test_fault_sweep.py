@@ -16,13 +16,14 @@ import random
 import shutil
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import levels
 import pytest
+from sickkit import PACE, FastClock
 from storekit import (
+    SHM,
     allocated,
     check_gauges,
     check_idle,
@@ -43,7 +44,6 @@ from asynckv.testing.fakering import FakeRing, late, partial
 from asynckv.tiers.layout import SUPERBLOCK_NAME
 
 KIB = 1 << 10
-PACE = 20  # seconds of the store's clock in one of ours: deadlines and probes come soon
 LIMIT_S = 10.0  # for one call: many deadlines, and what a busy machine adds
 ERRNOS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "EAGAIN", "EINVAL", "EBADF", "ENOMEM", "EROFS")
 SHORTS = {"0 bytes": short(count=0), "1 byte": short(count=1), "half": short(0.5), "n-1 bytes": short(count=-1)}
@@ -94,16 +94,6 @@ SCENARIOS = (
 
 # Versions of each life, so that no two values are the same.
 LIVES = (itertools.count(1000 * life) for life in itertools.count(1))
-
-
-class FastClock:
-    """The monotonic clock, many times as fast."""
-
-    def monotonic(self):
-        return time.monotonic() * PACE
-
-    def call_later(self, loop, delay, callback):
-        return loop.call_later(min(delay, 1e6) / PACE, callback)
 
 
 class Rig:
@@ -249,7 +239,7 @@ async def one(scenario, image, initial, case, chance):
     script = Script()
     rig = Rig(layer, engine, script)
     tasks = asyncio.all_tasks()
-    with tempfile.TemporaryDirectory(dir=shm()) as folder:
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
         directory = Path(folder, "kv")
         if image is not None:
             shutil.copytree(image, directory)
@@ -339,10 +329,6 @@ async def healthy(scenario, directory, model, kept, options):
         await settle(cache)
         check_idle(cache)
     assert allocated(directory) <= options["disk"]
-
-
-def shm():
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def faults(layer, site):

@@ -10,9 +10,9 @@ import os
 import random
 import shutil
 import subprocess
-import time
 
 import pytest
+from sickkit import PACE, SMALL, FastClock, sick
 from storekit import (
     BLOCK,
     MIB,
@@ -29,22 +29,9 @@ from storekit import (
 )
 
 import asynckv
-from asynckv.backends import create_backend
-from asynckv.testing import FaultyBackend, Script, error
+from asynckv.testing import Script, error
 
-SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
-PACE = 20
 LOG_LINES_MAX = 40  # of a disk that is gone for good, however often it is tried
-
-
-class FastClock:
-    """The monotonic clock, many times as fast: a sick disk is soon tried again."""
-
-    def monotonic(self):
-        return time.monotonic() * PACE
-
-    def call_later(self, loop, delay, callback):
-        return loop.call_later(min(delay, 1e6) / PACE, callback)
 
 
 FAST = {"_clock": FastClock(), "io_timeout": 2.0 * PACE, "room_timeout": 0.3 * PACE}
@@ -228,25 +215,13 @@ async def test_a_disk_that_is_read_only_at_open_is_a_clean_error(volume):
         assert await read_all(cache, range(20)) == {key: ("bytes", payload(key)) for key in range(20)}
 
 
-@contextlib.asynccontextmanager
-async def scripted(directory, script, **options):
-    def factory(engine, **settings):
-        return FaultyBackend(create_backend(engine, **settings), script, clock=settings["clock"])
-
-    async with asynckv.open(directory, **{**SMALL, **FAST, **options}, _backend_factory=factory) as cache:
-        try:
-            yield cache
-        finally:
-            script.clear()
-
-
 WRITES = ("write", "sync", "allocate", "truncate", "rename", "unlink", "sync_directory", "write_file")
 
 
 async def test_a_disk_that_becomes_read_only_while_it_is_used(tmp_path, caplog):
     await fill(tmp_path / "kv", blocks(20), **SMALL)
     script = Script()
-    async with scripted(tmp_path / "kv", script) as cache:
+    async with sick(tmp_path / "kv", script, **FAST) as (cache, _):
         for operation in WRITES:
             script.add(operation, error(errno.EROFS), sticky=True)
         assert bytes(await cache.get(3)) == payload(3)
@@ -265,7 +240,7 @@ async def test_a_disk_that_becomes_read_only_while_it_is_used(tmp_path, caplog):
 @pytest.mark.parametrize("operation", ["open", "write"])
 async def test_one_refusal_for_space_costs_the_oldest_segment(tmp_path, number, operation):
     script = Script()
-    async with scripted(tmp_path / "kv", script) as cache:
+    async with sick(tmp_path / "kv", script, **FAST) as (cache, _):
         for start in range(0, 60, 10):
             await cache.put_many(blocks(10, start=start).items())
             await cache.flush()
@@ -293,7 +268,7 @@ async def test_a_lasting_refusal_for_space_gives_up_two_segments_at_most(tmp_pat
     def segments():
         return sum(path.stat().st_size > 8 * BLOCK for path in (tmp_path / "kv").iterdir())
 
-    async with scripted(tmp_path / "kv", script) as cache:
+    async with sick(tmp_path / "kv", script, **FAST) as (cache, _):
         for start in range(0, 100, 10):
             await cache.put_many(blocks(10, start=start).items())
             await cache.flush()

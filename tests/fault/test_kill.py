@@ -25,18 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import History
 from kill_points import AFTER, BEFORE, POINTS, Point
 from levels import parts, seed, span, tally
 from storekit import child_environment, ring_refusal
 
 import asynckv
 from asynckv.backends import create_backend
-from asynckv.testing import RecordingBackend
+from asynckv.testing import ModelCache, RecordingBackend
+from asynckv.testing.model import ModelCall
 
 WORKER = Path(__file__).with_name("kill_worker.py")
 KEYS = 150
 RUN_SECONDS_MAX = 60.0
+ENDS = ("put-end", "delete-end", "clear-end", "flush-end")  # of what the worker tells
 UNLIMITED = 1_000_000
 ENGINES = ("threads",) if ring_refusal() else ("threads", "io_uring")
 
@@ -105,9 +106,13 @@ class Run:
     """One life of the worker, from its start to its end, killed or not."""
 
     def __init__(
-        self, history: History, forker: Forker, request: dict[str, Any], moment: tuple[str, float] | None
+        self, model: ModelCache, forker: Forker, request: dict[str, Any], moment: tuple[str, float] | None
     ) -> None:
-        self.history = history
+        self.model = model
+        self.may_drop = request["may_drop"]
+        self.acknowledged = self.observed = 0
+        self.put: list[tuple[int, int]] = []  # key and version
+        self._calls: dict[tuple[str, ...], ModelCall] = {}  # begun, by what their end is called
         self.phase = ""
         self.lines: list[str] = []
         self.wrong: list[str] = []
@@ -118,7 +123,7 @@ class Run:
         self.at_point = False
         self._moment = moment
         self._kill_at: float | None = None
-        self._process, pipe = forker.start({**request, "versions": [key.next for key in history.keys]})
+        self._process, pipe = forker.start(request)
         self._killed = False
         over = False
         try:
@@ -160,7 +165,7 @@ class Run:
     def _take(self, line: str) -> None:
         self.lines.append(line)
         word, *rest = line.split(" ")
-        history = self.history
+        model, calls = self.model, self._calls
         if word == "phase":
             self.phase = rest[0]
             if self.phase == "opening":
@@ -170,31 +175,36 @@ class Run:
             if self._moment is not None and self._moment[0] == self.phase:
                 self._kill_at = time.monotonic() + self._moment[1]
         elif word == "put":
-            history.begin_put(int(rest[0]), int(rest[1]))
-        elif word == "put-end":
-            history.end_put(int(rest[0]))
+            index, version = map(int, rest)
+            self.put.append((index, version))
+            calls["put-end", rest[0]] = model.put(index, version)
         elif word == "delete":
-            history.begin_delete(int(rest[0]))
-        elif word == "delete-end":
-            history.end_delete(int(rest[0]))
+            calls["delete-end", rest[0]] = model.delete(int(rest[0]))
         elif word == "clear":
-            history.begin_clear()
-        elif word == "clear-end":
-            history.end_clear()
+            calls["clear-end",] = model.clear()
         elif word == "flush":
-            history.begin_flush(int(rest[0]))
-        elif word == "flush-end":
-            history.end_flush(int(rest[0]))
+            calls["flush-end", rest[0]] = model.flush()
+        elif word in ENDS:
+            calls.pop((word, *rest)).done()
+            self.acknowledged += word == "flush-end"
         elif word == "saw":
-            problem = history.observe(int(rest[0]), None if rest[1] == "-" else int(rest[1]))
-            if problem:
-                self.wrong.append(problem)
+            self._saw(int(rest[0]), None if rest[1] == "-" else int(rest[1]))
         elif word == "gauges":
             self.dropped, self.disk_used = int(rest[0]), int(rest[1])
         elif word == "point":
             self.at_point = True
         else:
             self.wrong.append(line)
+
+    def _saw(self, index: int, version: int | None) -> None:
+        model = self.model
+        self.observed += 1
+        allowed = model.allowed(index)
+        if version not in allowed:
+            self.wrong.append(f"key {index}: version {version} is back or was never put, allowed are {allowed}")
+        elif version is None and not self.may_drop and model.kept(index):
+            self.wrong.append(f"key {index}: lost, allowed are {allowed}")
+        model.observe(index, version, final=not self.may_drop)
 
 
 def copy_of_killed(store: Path, target: Path) -> None:
@@ -225,7 +235,8 @@ class Campaign:
         self.directory = self.tmp_path / f"store-{self.stores}"
         self.disk_used = 0
         self.lives: deque[Any] = deque(maxlen=3)
-        self.history = History(KEYS, may_drop=self.may_drop)
+        self.model = ModelCache()
+        self.versions = [1] * KEYS
 
     def _run(
         self,
@@ -239,6 +250,7 @@ class Campaign:
         request = {
             **self.options,
             "directory": str(self.directory),
+            "versions": self.versions,
             "seed": self.random.randrange(1 << 32),
             "operations": operations,
             "clients": 3,
@@ -248,16 +260,17 @@ class Campaign:
             "engine": ENGINES[self.turn // 2 % len(ENGINES)],
         }
         self.lives_begun += 1
-        acknowledged, observed = self.history.acknowledged, self.history.observed
         files = _listing(self.directory)
-        run = Run(self.history, self.forker, request, moment)
+        run = Run(self.model, self.forker, request, moment)
         self.lives.append((files, request, moment, run.lines))
         if run.wrong:  # too rare to be made again at will: what the last lives did and found
             print("\n".join(map(repr, [*self.lives, _listing(self.directory)])))
-        self.history.crash()
+        self.model = self.model.crash()
+        for index, version in run.put:
+            self.versions[index] = version + 1
         self.kills += run.killed
-        self.acknowledged += self.history.acknowledged - acknowledged
-        self.observed += self.history.observed - observed
+        self.acknowledged += run.acknowledged
+        self.observed += run.observed
         self.slowest = max(self.slowest, run.recovery_seconds)
         where = f"store {self.stores}, kill {self.kills}, moment {moment}, point {point}"
         assert not run.wrong, f"{where}: " + "; ".join(run.wrong[:5])

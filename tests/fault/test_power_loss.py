@@ -5,31 +5,30 @@ could have left them at sampled moments: all unsynced changes dropped, some of t
 byte. Each is opened: what `flush` acknowledged before that moment is there with its flushed or a later value, what was
 deleted or cleared before it is not, and no value appears that was never put. Some are crashed again while they recover.
 
-ASYNCKV_TEST_SCALE multiplies the number of images, ASYNCKV_TEST_SEED repeats a run.
+ASYNCKV_TEST_SEED repeats a run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
 import random
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_history import History, WrongBlockError, block_of, key_of, version_of
-from levels import scale, seed
+from levels import count, seed, tally
 
 import asynckv
 from asynckv.backends import create_backend
-from asynckv.testing import RecordingBackend
+from asynckv.testing import ModelCache, RecordingBackend
+from asynckv.testing.values import WrongBlockError, block_of, key_of, version_of
 
 SIZES = (40, 60, 700, 4096, 5000, 12_000, 32_768)
 KEYS = 30
 OPERATIONS = 220
+IMAGES_OF_A_LIFE = 150
 SECONDS_MAX = 10.0
 OPTIONS: dict[str, Any] = {"memory": 256 << 10, "direct": False, "io_timeout": 20.0, "room_timeout": 20.0}
 ROOMY: dict[str, Any] = {**OPTIONS, "disk": 16 << 20, "segment": 256 << 10}
@@ -37,40 +36,23 @@ TIGHT: dict[str, Any] = {**OPTIONS, "disk": 512 << 10, "segment": 64 << 10}
 MODES = ("kill", "kept", "dropped", "subset", "torn", "torn")
 
 
-class Events:
-    """What the user of a store was told, with the position in the journal at which it was told."""
-
-    def __init__(self) -> None:
-        self.list: list[tuple[int, Callable[..., None], tuple[int, ...]]] = []
-        self.position: Callable[[], int] = lambda: 0
-
-    def note(self, what: Callable[..., None], *args: int) -> None:
-        self.list.append((self.position(), what, args))
-
-    def until(self, cut: float, history: History) -> History:
-        """Tell a history everything up to a moment."""
-        for position, what, args in self.list:
-            if position <= cut:
-                what(history, *args)
-        history.crash()
-        return history
-
-
 class Life:
     """One opening of a store on a recording backend, with a workload; ended by a close, crashed later in its images."""
 
-    def __init__(self, directory: Path, options: dict[str, Any], seed: int, versions: list[int]) -> None:
+    def __init__(
+        self, directory: Path, options: dict[str, Any], seed: int, versions: list[int], model: ModelCache
+    ) -> None:
         self.directory = directory
         self.options = options
         self.random = random.Random(seed)
         self.next = versions
-        self.events = Events()
-        self.backend: RecordingBackend | None = None
+        self.model = model
+        self.backend: RecordingBackend
         self.may_drop = options["disk"] < ROOMY["disk"]
 
     def _factory(self, *args: Any, **options: Any) -> RecordingBackend:
         self.backend = RecordingBackend(create_backend(*args, **options))
-        self.events.position = self.backend.position
+        self.model.position = self.backend.position
         return self.backend
 
     async def run(self, operations: int) -> None:
@@ -84,7 +66,7 @@ class Life:
             await cache.close()
 
     async def _client(self, cache: asynckv.Cache, share: range, operations: int) -> None:
-        draw, note = self.random, self.events.note
+        draw, model = self.random, self.model
         flushes: set[asyncio.Task[None]] = set()
         for _ in range(operations):
             index = draw.choice(share)
@@ -92,18 +74,18 @@ class Life:
             if what < 0.55:
                 version = self.next[index]
                 self.next[index] += 1
-                note(History.begin_put, index, version)
+                call = model.put(index, version)
                 assert await cache.put(key_of(index), block_of(index, version, SIZES))
-                note(History.end_put, index)
+                call.done()
             elif what < 0.7:
                 block = await cache.get(key_of(index))
                 if block is not None:
                     version_of(index, block, SIZES)
                 del block
             elif what < 0.78:
-                note(History.begin_delete, index)
+                call = model.delete(index)
                 await cache.delete(key_of(index))
-                note(History.end_delete, index)
+                call.done()
             elif what < 0.9:
                 await self._flush(cache)
             else:
@@ -111,59 +93,51 @@ class Life:
         await asyncio.gather(*flushes)
 
     async def _flush(self, cache: asynckv.Cache) -> None:
-        number = self.random.getrandbits(60)
-        self.events.note(History.begin_flush, number)
+        call = self.model.flush()
         try:
             await cache.flush()
         except OSError:
             if not self.may_drop:
                 raise
             return
-        self.events.note(History.end_flush, number)
+        call.done()
 
     async def _clear(self, cache: asynckv.Cache) -> None:
-        self.events.note(History.begin_clear)
+        call = self.model.clear()
         await cache.clear()
-        self.events.note(History.end_clear)
+        call.done()
 
     def cuts(self, count: int) -> list[int]:
         """Sampled moments at which a crash can make a difference, in order."""
-        assert self.backend is not None
         cuts = self.backend.cuts()
         return sorted(self.random.sample(cuts, min(count, len(cuts))))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the system has such a place: what survives is decided by the record, not by the disk."""
-    shm = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=shm)) if os.access(shm, os.W_OK) else tmp_path
-    yield root
-    shutil.rmtree(root)
-
-
-async def _look(directory: Path, options: dict[str, Any], history: History) -> list[str]:
+async def _look(directory: Path, life: Life, cut: int) -> list[str]:
     """Open an image and compare every key with what is allowed."""
+    model, may_drop = life.model, life.may_drop
     problems = []
-    cache = await asyncio.wait_for(_opened(directory, options), SECONDS_MAX)
+    cache = await asyncio.wait_for(_opened(directory, life.options), SECONDS_MAX)
     try:
         for index in range(KEYS):
             block = await asyncio.wait_for(cache.get(key_of(index)), SECONDS_MAX)
             try:
-                state = None if block is None else version_of(index, block, SIZES)
+                version = None if block is None else version_of(index, block, SIZES)
             except WrongBlockError as error:
                 problems.append(str(error))
                 continue
-            problem = history.problem(index, state)
-            if problem:
-                problems.append(problem)
+            allowed = model.allowed_after_crash(index, cut)
+            if version not in allowed:
+                problems.append(f"key {index}: version {version} is back or was never put, allowed are {allowed}")
+            elif version is None and not may_drop and model.kept_after_crash(index, cut):
+                problems.append(f"key {index}: lost, allowed are {allowed}")
             del block
         stats = cache.stats()
         if stats.disk_used > stats.disk_capacity:
             problems.append(f"{stats.disk_used} bytes on disk, the cap is {stats.disk_capacity}")
         if stats.disk_state != "ok" or stats.io_errors:
             problems.append(f"the disk is {stats.disk_state}, {stats.io_errors} errors")
-        if not history.may_drop and stats.corrupt_blocks:
+        if not may_drop and stats.corrupt_blocks:
             problems.append(f"{stats.corrupt_blocks} blocks called corrupt")
     finally:
         await asyncio.wait_for(cache.close(), SECONDS_MAX)
@@ -174,84 +148,75 @@ async def _opened(directory: Path, options: dict[str, Any]) -> asynckv.Cache:
     return await asynckv.open(directory, **options)
 
 
-def _check(
-    runner: asyncio.Runner, root: Path, life: Life, cuts: list[int], start: Callable[[], History], what: str
-) -> int:
-    """Open one image for each moment; returns how many had acknowledged flushes."""
-    backend = life.backend
-    assert backend is not None
+def _check(runner: asyncio.Runner, root: Path, life: Life, cuts: list[int], what: str) -> int:
+    """Open one image for each moment; returns how many had something that must be there."""
     telling = 0
     path = root / "image"
     for number, cut in enumerate(cuts):
         mode = MODES[number % len(MODES)]
-        history = life.events.until(cut, start())
-        telling += history.acknowledged > 0
+        telling += any(life.model.kept_after_crash(index, cut) for index in range(KEYS))
         image_seed = life.random.getrandbits(32)
-        backend.image(path, cut=cut, mode=mode, random=random.Random(image_seed))
+        life.backend.image(path, cut=cut, mode=mode, random=random.Random(image_seed))
         try:
-            problems = runner.run(_look(path, life.options, history))
+            problems = runner.run(_look(path, life, cut))
         finally:
             shutil.rmtree(path)
         assert not problems, f"{what}cut {cut}, mode {mode}, image seed {image_seed}: " + "; ".join(problems[:4])
     return telling
 
 
-@pytest.mark.parametrize(
-    ("options", "count"), [(ROOMY, 150), (TIGHT, 150)], ids=["all that is put fits", "segments are reused"]
-)
-def test_power_loss(root: Path, options: dict[str, Any], count: int) -> None:
+@pytest.mark.parametrize("options", [ROOMY, TIGHT], ids=["all that is put fits", "segments are reused"])
+def test_power_loss(memory_path: Path, options: dict[str, Any]) -> None:
     first = seed()
-    may_drop = options is TIGHT
-    rounds = max(1, round(scale()))
+    wanted = count("power-loss images") // 2
     telling = images = 0
     with asyncio.Runner() as runner:
-        for number in range(rounds):
-            life = Life(root / f"store-{number}", options, first + number, [1] * KEYS)
+        for number in itertools.count(first):
+            life = Life(memory_path / "store", options, number, [1] * KEYS, ModelCache())
             runner.run(life.run(OPERATIONS))
-            cuts = life.cuts(count)
-            telling += _check(runner, root, life, cuts, lambda: History(KEYS, may_drop=may_drop), "")
+            cuts = life.cuts(min(IMAGES_OF_A_LIFE, wanted - images))
+            telling += _check(runner, memory_path, life, cuts, f"seed {number}, ")
             images += len(cuts)
             shutil.rmtree(life.directory)
+            if images >= wanted:
+                break
+    tally("power-loss images", images)
     print(f"{images} images, {telling} of them after an acknowledged flush")
     assert telling > images // 2
 
 
-def test_power_loss_while_it_recovers_from_one(root: Path) -> None:
+def test_power_loss_while_it_recovers_from_one(memory_path: Path) -> None:
     first = seed()
+    wanted = count("crashes during recovery")
     images = 0
     with asyncio.Runner() as runner:
-        for number in range(max(1, round(3 * scale()))):
-            life = Life(root / f"store-{number}", ROOMY, first + number, [1] * KEYS)
+        for number in itertools.count(first):
+            life = Life(memory_path / "store", ROOMY, number, [1] * KEYS, ModelCache())
             runner.run(life.run(OPERATIONS))
-            assert life.backend is not None
             for cut in life.cuts(3):
                 mode = life.random.choice(MODES)
-                path = root / "recovering"
+                path = memory_path / "recovering"
                 life.backend.image(path, cut=cut, mode=mode, random=life.random)
-                second = Life(path, ROOMY, life.random.getrandbits(32), list(life.next))
+                second = Life(path, ROOMY, life.random.getrandbits(32), list(life.next), life.model.crash(cut))
                 runner.run(second.run(8))
                 cuts = second.cuts(25)
-
-                def start(life: Life = life, cut: int = cut) -> History:
-                    return life.events.until(cut, History(KEYS))
-
-                _check(runner, root, second, cuts, start, f"seed {first + number}, first cut {cut} {mode}, second ")
+                _check(runner, memory_path, second, cuts, f"seed {number}, first cut {cut} {mode}, second ")
                 images += len(cuts)
                 shutil.rmtree(path)
             shutil.rmtree(life.directory)
+            if images >= wanted:
+                break
+    tally("crashes during recovery", images)
     print(f"{images} images")
 
 
-def test_a_store_that_skips_syncs_is_caught(root: Path) -> None:
+def test_a_store_that_skips_syncs_is_caught(memory_path: Path) -> None:
     """The check checks: with syncs that do nothing but are believed, acknowledged blocks must be found missing."""
-    first = seed()
-    life = Life(root / "store", ROOMY, first, [1] * KEYS)
+    life = Life(memory_path / "store", ROOMY, seed(), [1] * KEYS, ModelCache())
     with asyncio.Runner() as runner:
         runner.run(life.run(OPERATIONS))
-        backend = life.backend
-        assert backend is not None
-        for entry in backend.journal:
+        for entry in life.backend.journal:
             if entry.kind == "sync":
                 entry.ok = False
         with pytest.raises(AssertionError, match=r"lost|corrupt|back"):
-            _check(runner, root, life, backend.cuts()[-60:], lambda: History(KEYS), "")
+            _check(runner, memory_path, life, life.backend.cuts()[-60:], "")

@@ -13,9 +13,7 @@ import os
 import random
 import shutil
 import socket
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from levels import count, seed
@@ -36,12 +34,8 @@ SMALL = {"segment": 64 * KIB, "disk": 2 * MIB}
 
 
 @pytest.fixture
-def tmp_path():
-    """In memory where the system has such a place: hundreds of little stores are written."""
-    shm = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=shm if os.access(shm, os.W_OK) else None))
-    yield root
-    shutil.rmtree(root)
+def tmp_path(memory_path):
+    return memory_path
 
 
 @pytest.fixture

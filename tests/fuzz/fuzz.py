@@ -39,9 +39,7 @@ TARGETS: tuple[type[Target], ...] = (
     StoreTarget,
 )
 FINDINGS = Path("fuzz-findings")
-GROWTH_MAX = (
-    512 << 20
-)  # bytes of resident memory that all inputs of a target together may add, the sanitizer's own included
+GROWTH_MAX = 512 << 20  # bytes of resident memory that all inputs of a target may add, the sanitizer's included
 HANG_SECONDS = 60  # for one input
 CLOCK_EVERY = 16
 

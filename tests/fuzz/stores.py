@@ -12,6 +12,7 @@ from typing import Any
 
 import frozenkit
 from mutator import PAGE, mutate, page_starts, repair
+from storekit import SHM
 from targets import REPAIRED_SHARE, Target, image
 
 import asynckv
@@ -39,8 +40,7 @@ class StoreTarget(Target):
                         self.seeds["index.snap"] = snapshot_seed(header.store_id, header.namespace)
         self.pieces = [[data for name, data in files.items() if name.endswith(".seg")] for files in self.images]
         self.put = self.everything()
-        memory = Path("/dev/shm")  # what a sync costs is not looked at here
-        self.folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+        self.folder = tempfile.TemporaryDirectory(dir=SHM)  # what a sync costs is not looked at here
         self.path = Path(self.folder.name, "store")
         logging.getLogger("asynckv").setLevel(logging.CRITICAL)
         self.loop = asyncio.new_event_loop()

@@ -285,8 +285,8 @@ MUTANTS = (
     Mutant(
         "torn-block-kept",
         RECOVERY,
-        "            if not durable or self.strict:\n",
-        "            if self.strict:\n",
+        "if not durable or self.strict:\n                self.reader",
+        "if self.strict:\n                self.reader",
         "a torn block hides the value before it",
     ),
     Mutant(

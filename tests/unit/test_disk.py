@@ -7,11 +7,12 @@ import errno
 import os
 
 import pytest
-from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, failing, segments_of, turns, value_of, wire_key
+from logkit import KIB, MIB, SIZES, Disk, allocated, crash_copy, failing, segments_of, value_of, wire_key
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError, StoreLockedError
 from asynckv.testing import RecordingBackend
+from asynckv.testing.tools import turns
 from asynckv.tiers import inspect_directory, verify_directory
 from asynckv.tiers.log import LogWriter
 

@@ -8,10 +8,11 @@ import errno
 import itertools
 
 import pytest
-from logkit import KIB, MIB, Disk, Failing, crash_copy, damage, failing, fill, segments_of, turns, value_of
+from logkit import KIB, MIB, Disk, Failing, crash_copy, damage, failing, fill, segments_of, value_of
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError
+from asynckv.testing.tools import turns
 from asynckv.tiers import reclaim, verify_directory
 
 

@@ -1,5 +1,6 @@
-"""Every example runs from start to end, warnings being errors."""
+"""Every example runs from start to end, warnings being errors; so do those in docs/testing.md."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,19 +22,32 @@ def test_every_example_is_listed():
 @pytest.mark.example
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_example(name, tmp_path):
+    done = run(tmp_path, EXAMPLES / name)
+    assert SAYS[name] in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.example
+def test_examples_in_the_documentation(tmp_path):
+    text = (EXAMPLES.parent / "docs" / "testing.md").read_text()
+    simulation, faults = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert re.fullmatch(r"[0-9a-f]{64} \d+ \d+ \d+\n", run(tmp_path, "-c", simulation).stdout)
+    assert "('write', 'error'): 1" in run(tmp_path, "-c", faults).stdout
+
+
+def run(folder, *program):
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)],
+        [sys.executable, "-W", "error", *map(str, program)],
         capture_output=True,
         text=True,
         timeout=100,
-        cwd=tmp_path,
+        cwd=folder,
         env={
             "PYTHONPATH": str(EXAMPLES.parent),
             "PATH": "/usr/bin:/bin",
-            "TMPDIR": str(tmp_path),
+            "TMPDIR": str(folder),
             "ASYNCKV_ENGINE": "threads",  # no warning where the kernel forbids io_uring
         },
     )
     assert done.returncode == 0, done.stderr
-    assert SAYS[name] in done.stdout
-    assert not done.stderr
+    return done

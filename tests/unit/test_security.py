@@ -9,10 +9,8 @@ import errno
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,15 +29,6 @@ from asynckv.tiers.repair import repair_directory
 PACKAGE = Path(asynckv.__file__).parent
 ROOT = PACKAGE.parent
 SMALL: dict[str, Any] = {"memory": "1MiB", "disk": "4MiB", "segment": "256KiB", "room_timeout": 0.1}
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the system has such a place: many little stores are written."""
-    shm = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=shm)) if os.access(shm, os.W_OK) else tmp_path
-    yield root
-    shutil.rmtree(root)
 
 
 # -- no code from data -----------------------------------------------------------------------------------------------
@@ -110,13 +99,13 @@ def worker(what: str, root: Path, most: int) -> None:
 
 
 @pytest.mark.timeout(3100)
-def test_planted_programs_are_never_run(quick):
-    worker("planted", quick, count("planted programs"))
+def test_planted_programs_are_never_run(memory_path):
+    worker("planted", memory_path, count("planted programs"))
 
 
 @pytest.mark.timeout(3100)
-def test_lengths_that_lie_take_no_memory(quick):
-    worker("lying", quick, count("lying lengths"))
+def test_lengths_that_lie_take_no_memory(memory_path):
+    worker("lying", memory_path, count("lying lengths"))
 
 
 def test_importing_and_using_opens_no_socket(tmp_path):

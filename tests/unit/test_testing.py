@@ -501,6 +501,61 @@ def test_model_of_deletes_and_crashes():
     assert after.crash().keys() == []
 
 
+def test_model_knows_which_misses_are_losses():
+    model = ModelCache()
+    assert not model.kept("k")
+    putting = model.put("k", 1)
+    assert not model.kept("k"), "it may fail"
+    putting.done()
+    assert model.kept("k")
+    assert not model.kept_after_crash("k"), "it was never flushed"
+    before = model.position()
+    model.flush().done()
+    assert model.kept_after_crash("k")
+    assert not model.kept_after_crash("k", before)
+    model.put("k", 2).failed()
+    assert model.kept("k"), "the old one or the new one"
+    assert model.kept_after_crash("k")
+    assert model.crash().kept("k")
+    assert not model.crash(before).kept("k")
+    assert not model.crash(may_drop=True).kept("k")
+    model.delete("k").failed()
+    assert not model.kept("k")
+    assert not model.kept_after_crash("k")
+    model.put("k", 3).done()
+    assert model.kept("k")
+    assert not model.kept_after_crash("k"), "the delete may be on disk and the put not"
+    model.put("k", 4).done(False)
+    assert not model.kept("k")
+
+
+def test_model_believes_what_a_reopened_store_shows():
+    model = ModelCache()
+    for version in (1, 2):
+        for key in "jkl":
+            model.put(key, version).done()
+        if version == 1:
+            model.flush().done()
+    model = model.crash()
+    assert model.allowed("k") == {MISS, 1, 2}
+    model.observe("k", 1)
+    assert model.allowed("k") == model.allowed_after_crash("k") == {MISS, 1}
+    assert model.kept("k")
+    model.observe("j", MISS)
+    assert model.allowed("j") == {MISS, 1, 2}, "it may come back"
+    assert model.kept("j")
+    model.observe("j", MISS, final=True)
+    assert model.allowed("j") == {MISS}
+    assert not model.kept("j")
+    model.put("l", 3)
+    model.observe("l", 1)
+    assert model.allowed("l") == {MISS, 1, 2, 3}, "not any more as it was found"
+    again = model.crash()
+    assert again.allowed("k") == {MISS, 1}
+    assert again.kept_after_crash("k")
+    assert again.allowed("j") == {MISS}
+
+
 async def test_model_and_journal_share_positions(tmp_path):
     async with recording(tmp_path / "store") as backend:
         model = ModelCache(backend.position)
