@@ -312,6 +312,7 @@ class Clients:
         self.check_held()
         if self.held:
             self.held.pop(self.random.randrange(len(self.held)))
+            self.let_go_at = max(self.let_go_at, self._time())
 
     async def _hog(self, index: int) -> None:
         """Hold what the pool holds for a while: others wait for room, and go on when it is let go."""
