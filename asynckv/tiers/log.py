@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import (
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
     from asynckv._record import BatchPlan
     from asynckv.backends.base import File
     from asynckv.tiers.base import WireKey
+    from asynckv.tiers.layout import SegmentHeader
     from asynckv.tiers.segment import Segment, SegmentSet
 
-__all__ = ["DURABLE", "Batch", "CarryItem", "LogWriter", "Staging", "footer_pieces"]
+__all__ = ["DURABLE", "Batch", "CarryItem", "LogWriter", "Staging", "footer_and_seal"]
 
 PENDING, WRITTEN, DURABLE, FAILED = range(4)
 FOOTER_CLOSE_BYTES = 128 << 10
@@ -414,34 +416,23 @@ class LogWriter:
         """Write footer and seal at the segment's position, from pieces of batches or parsed records."""
         header = segment.header
         assert header is not None
-        start = segment.position
-        seed = segment.seed
-        oldest_live = min(self.set.oldest_live, segment.number)
+        header = replace(header, oldest_live=min(self.set.oldest_live, segment.number))
+        start, seed = segment.position, segment.seed
 
         def prepare() -> tuple[Sequence[Any], int]:
-            chunks, footer, footer_bytes, records = footer_pieces(pieces, start, seed, batches, last_sequence)
-            offset = start + sum(len(chunk) for chunk in chunks)
-            seal = Seal(
-                store_id=header.store_id,
-                namespace=header.namespace,
-                number=segment.number,
-                oldest_live=oldest_live,
-                sequence=header.sequence,
-                size=header.size,
-                offset=offset,
-                data_end=start,
-                durable=durable,
-                footer=footer,
-                footer_bytes=footer_bytes,
-                batches=batches,
-                last_sequence=last_sequence,
-                records=records,
-                previous=header.previous,
+            ending = footer_and_seal(
+                header,
+                pieces,
+                start,
+                seed,
+                batches,
+                last_sequence,
                 previous_good=previous_good,
-                next=following,
+                durable=durable,
+                following=following,
                 lossy=lossy,
             )
-            return [*chunks, seal.encode()], offset + PAGE_BYTES
+            return ending, start + sum(map(len, ending))
 
         file = await self.set.open_file(segment)
         segment.hold()
@@ -459,7 +450,45 @@ class LogWriter:
         segment.charge = max(size, allocated)
 
 
-def footer_pieces(
+def footer_and_seal(
+    header: SegmentHeader,
+    pieces: list[Any],
+    start: int,
+    seed: int,
+    batches: int,
+    last_sequence: int,
+    *,
+    previous_good: int,
+    durable: int,
+    following: int,
+    lossy: bool,
+) -> list[bytes]:
+    """Encode what ends a segment, to be written from `start` on; the header says whose it is. Runs in a worker."""
+    chunks, footer, footer_bytes, records = _footer_pieces(pieces, start, seed, batches, last_sequence)
+    seal = Seal(
+        store_id=header.store_id,
+        namespace=header.namespace,
+        number=header.number,
+        oldest_live=header.oldest_live,
+        sequence=header.sequence,
+        size=header.size,
+        offset=start + sum(map(len, chunks)),
+        data_end=start,
+        durable=durable,
+        footer=footer,
+        footer_bytes=footer_bytes,
+        batches=batches,
+        last_sequence=last_sequence,
+        records=records,
+        previous=header.previous,
+        previous_good=previous_good,
+        next=following,
+        lossy=lossy,
+    )
+    return [*chunks, seal.encode()]
+
+
+def _footer_pieces(
     pieces: list[Any], start: int, seed: int, batches: int, last_sequence: int
 ) -> tuple[list[bytes], int, int, int]:
     """Encode a footer: (chunks, offset of the last chunk, its bytes, records in all). Runs in a worker."""

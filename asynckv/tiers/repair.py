@@ -56,7 +56,7 @@ from asynckv.tiers.layout import (
     encode_superblock,
     segment_seed,
 )
-from asynckv.tiers.log import footer_pieces
+from asynckv.tiers.log import footer_and_seal
 from asynckv.tiers.offline import SegmentFile, footer_chunks
 from asynckv.tiers.report import LIVE, LOST, BlockPlace, DirectoryReport, LostBlock
 from asynckv.tiers.scan import scan_segment
@@ -450,31 +450,19 @@ class _NewSegment:
         header, start = self.header, self.position
         claim = RecordWriter().to_bytes(KIND_CLAIM, self.seed, CLAIM_AT, **self._fields(header.sequence))
         _write(fd, CLAIM_AT, [claim])
-        batches = len(self.pieces)
-        last_sequence = max(last_sequence, self.sequence - 1, 0)
-        chunks, footer, footer_bytes, records = footer_pieces(self.pieces, start, self.seed, batches, last_sequence)
-        offset = start + sum(len(chunk) for chunk in chunks)
-        seal = Seal(
-            store_id=header.store_id,
-            namespace=header.namespace,
-            number=header.number,
-            oldest_live=header.oldest_live,
-            sequence=header.sequence,
-            size=header.size,
-            offset=offset,
-            data_end=start,
-            durable=start,
-            footer=footer,
-            footer_bytes=footer_bytes,
-            batches=batches,
-            last_sequence=last_sequence,
-            records=records,
-            previous=header.previous,
+        ending = footer_and_seal(
+            header,
+            self.pieces,
+            start,
+            self.seed,
+            len(self.pieces),
+            max(last_sequence, self.sequence - 1, 0),
             previous_good=self.previous_good,
-            next=following,
+            durable=start,
+            following=following,
             lossy=lossy,
         )
-        _write(fd, start, [*chunks, seal.encode()])
+        _write(fd, start, ending)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,16 @@ from asynckv.testing import FaultyBackend, ManualClock, Script, corrupt, error, 
 LAG_SECONDS_MAX = 0.1  # half the delays below, and what a busy machine adds
 
 
+async def well_again(cache, backend, script):
+    """End the faults; the disk is tried and used again, and everything is accounted for."""
+    script.clear()
+    backend.release_all()
+    await until(lambda: cache.stats().disk_state == "ok", seconds=15)
+    await cache.flush()
+    await settle(cache)
+    check_idle(cache)
+
+
 async def test_a_block_read_while_it_is_slowly_written_is_whole(tmp_path):
     # Fault kind TORN: visible before complete.
     script = Script()
@@ -526,12 +536,7 @@ async def test_a_disk_that_goes_off_while_a_flush_waits_ends_the_flush(tmp_path)
         async with asyncio.timeout(0.5):
             with pytest.raises(asynckv.DiskError):
                 await flushing
-        script.clear()
-        backend.release_all()
-        await until(lambda: cache.stats().disk_state == "ok", seconds=15)
-        await cache.flush()
-        await settle(cache)
-        check_idle(cache)
+        await well_again(cache, backend, script)
 
 
 async def test_a_probe_that_hangs_ends_by_its_deadline_and_is_tried_again(tmp_path):
@@ -550,12 +555,7 @@ async def test_a_probe_that_hangs_ends_by_its_deadline_and_is_tried_again(tmp_pa
         assert await cache.put(100, payload(100))
         assert bytes(await cache.get(100)) == payload(100)
         assert time.perf_counter() - started < 0.15
-        script.clear()
-        backend.release_all()
-        await until(lambda: cache.stats().disk_state == "ok", seconds=15)
-        await cache.flush()
-        await settle(cache)
-        check_idle(cache)
+        await well_again(cache, backend, script)
 
 
 async def test_a_disk_that_goes_off_during_close_does_not_hold_the_close(tmp_path):

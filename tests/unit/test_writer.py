@@ -19,6 +19,15 @@ def put(scheduler, key, size=1000, fill=b"v"):
     assert scheduler.put_now(key, scheduler.table.draft(fill * size))
 
 
+async def put_and_flush(scheduler, tier):
+    """Write key 1 as the first batch, durably."""
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    tier.land(tier.batches[0])
+    await flush
+
+
 async def test_nothing_is_written_without_a_reason():
     _table, tier, scheduler = build()
     put(scheduler, 1)
@@ -204,11 +213,7 @@ async def test_three_failures_switch_the_disk_off_and_a_probe_switches_it_on():
 async def test_removals_that_are_tried_again_while_the_disk_is_off_leave_nothing_behind():
     clock = ManualClock()
     _table, tier, scheduler = build(clock=clock)
-    put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
-    await settle()
-    tier.land(tier.batches[0])
-    await flush
+    await put_and_flush(scheduler, tier)
     scheduler.breaker.trip(WRITE)
     for removal in (lambda: scheduler.delete([1]), scheduler.clear):
         for _ in range(300):
@@ -224,11 +229,7 @@ async def test_removals_that_are_tried_again_while_the_disk_is_off_leave_nothing
 
 async def test_a_durable_removal_answers_after_write_and_sync():
     _table, tier, scheduler = build()
-    put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
-    await settle()
-    tier.land(tier.batches[0])
-    await flush
+    await put_and_flush(scheduler, tier)
     removal = asyncio.ensure_future(scheduler.delete([1]))
     await settle()
     assert tier.batches[1].tombstones == [K[1]]
@@ -258,11 +259,7 @@ class Scarce:
 
 async def test_a_tombstone_is_kept_when_there_is_no_memory_for_the_blocks_behind_it():
     table, tier, scheduler = build()
-    put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
-    await settle()
-    tier.land(tier.batches[0])
-    await flush
+    await put_and_flush(scheduler, tier)
     scheduler.writer.table = scarce = Scarce(table)
     put(scheduler, 2)
     removal = asyncio.ensure_future(scheduler.delete([1]))
@@ -353,11 +350,7 @@ async def test_blocks_wait_while_tombstones_are_left_over():
 
 async def test_a_clear_covers_the_tombstones_owed_before_it():
     _table, tier, scheduler = build()
-    put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
-    await settle()
-    tier.land(tier.batches[0])
-    await flush
+    await put_and_flush(scheduler, tier)
     tier.held = asyncio.Event()
     removal = asyncio.ensure_future(scheduler.delete([1]))
     clearing = asyncio.ensure_future(scheduler.clear())
@@ -404,11 +397,7 @@ async def test_a_late_write_keeps_its_extents_until_the_engine_lets_go():
 @pytest.mark.parametrize("step", ["write", "sync"])
 async def test_a_clear_that_failed_stays_owed_and_buries_nothing_that_was_put_after_it(step):
     table, tier, scheduler = build()
-    put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
-    await settle()
-    tier.land(tier.batches[0])
-    await flush
+    await put_and_flush(scheduler, tier)
     clearing = asyncio.ensure_future(scheduler.clear())
     await settle()
     put(scheduler, 2)
