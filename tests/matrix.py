@@ -1,8 +1,8 @@
 """The suite where things differ: each engine, refused rings, an ordinary user, each file system. `make test-matrix`.
 
-``python tests/matrix.py [NAME ...]`` runs the places that are named, or all. Each is one run of pytest at a quarter of
-the usual scale (ASYNCKV_TEST_SCALE), with the arguments in PYTEST_ARGS. What cannot be had here (no root, no mkfs) is
-left out and said. Exit status 1: somewhere a test failed.
+``python tests/matrix.py [NAME ...]`` runs the places that are named, or all. Each is one run of pytest with the
+arguments in PYTEST_ARGS. What cannot be had here (no root, no mkfs) is left out and said. Exit status 1: somewhere a
+test failed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run(name: str) -> str:
     started = time.monotonic()
     try:
         with PLACES[name]() as (command, folder, environment):
-            given = {"ASYNCKV_TEST_SCALE": "0.25", **os.environ, **environment}
+            given = {**os.environ, **environment}
             given |= {"TMPDIR": str(folder), "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
             given |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "tmp_path_retention_policy=failed"]

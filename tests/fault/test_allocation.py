@@ -143,8 +143,9 @@ async def test_a_system_without_threads_is_a_clean_error_of_open(tmp_path, no_th
         check_idle(cache)
 
 
-async def test_a_ring_without_threads_fails_what_needs_one_and_goes_on(tmp_path, no_threads):
+async def test_a_ring_without_threads_fails_what_needs_one_and_goes_on(tmp_path, no_threads, monkeypatch):
     """A large checksum is a worker's job: when there can be none, its call is told."""
+    monkeypatch.delenv("ASYNCKV_ENGINE", raising=False)
     if NO_RING:
         pytest.skip(f"NO RING WORKS HERE ({NO_RING}): the io_uring engine is NOT checked in this run")
     size = MIB
