@@ -178,6 +178,8 @@ class DiskTier:
         for number, _ in head.segments:
             if number not in known and number >= self._set.oldest_live:
                 opening.damaged(f"segment {number} is missing")
+                self._set.lost = max(self._set.lost, number)
+        self._set.doubtful = 0
         for segment in self._set.own():
             self._vouch(segment)
         self._set.next_number = max(self._set.next_number, head.next_number)

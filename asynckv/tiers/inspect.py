@@ -489,17 +489,19 @@ class Inspector:
         if cut is not None:
             report.damage.append("batches that had been written are missing")
         report.complete = cut is None
-        for index in range(len(scan.batches) - 1, -1, -1):
-            found = scan.batches[index]
+        batches = [(found, found.records()) for found in scan.batches]
+        unsure = [each for each in batches if self.verify and each[0].offset >= limit]
+        torn = [(records, index) for found, records in unsure for index in file.run(verify_batch(found))]
+        whole = sum(len(records) for _, records in batches) - len(torn)
+        if seal is None or scan.agrees(seal, whole):
+            for records, index in torn:  # it never was acknowledged: what was there before counts
+                records.discard(index)
+        for index, (found, records) in reversed(list(enumerate(batches))):
             space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))
             self.oldest_live = max(self.oldest_live, int(found.header.oldest_live))
             space.ended |= cut is not None and index < cut
-            records, damaged = found.records(), set[int]()
-            if self.verify and found.offset >= limit:
-                for torn in file.run(verify_batch(found)):  # it never was acknowledged: what was there before counts
-                    records.discard(torn)
-            elif self.verify:
-                damaged = self._damaged(file, records)
+            damaged = self._damaged(file, records)
+            if self.verify:
                 self._copies(file, found, seed, limit)
             self._count(report, space, records, damaged)
         space.ended |= cut is not None or scan.is_lossy(header, seal)

@@ -178,6 +178,8 @@ class Opening:
             self._classify(segment, peek)
         self.set.next_number = max(self.set.next_number, evidence.highest + 1)
         await self._remove_dead()
+        named = self.unreadable | self.displaced | {seal.next for seal in self.seals.values()}
+        self.set.doubtful = max(named, default=0)
 
     def _fixed_overhead(self, names: set[str]) -> int:
         entries = min(self.set.cap // self.set.segment_bytes + 8, SEGMENTS_MAX)

@@ -11,6 +11,8 @@ Invariants
   which would come back when the block was dropped with the old segment and then deleted.
 * While the store recovers nothing is reclaimed: what is in the oldest segments is not known yet. New segments are made
   from the room that is there; when that is used up, appends wait for the recovery.
+* No segment is made while one is there that a recovery gave up, or as long as it is open whether the newest one is
+  lost: what tells the next recovery so would be hidden behind it.
 * When the file system is full below the cap, because of what others write, the oldest segments make room: few, and no
   more before something was written again.
 * A segment is sealed behind the back of the writer; before it is reclaimed its sealing has ended.
@@ -57,6 +59,8 @@ class Reclaimer:
     ----------
     recovering
         Nothing may be reclaimed yet.
+    condemned
+        Segments that a recovery gave up and could not remove.
     corrupt_blocks
         Blocks that were found damaged when they should have been carried over.
     """
@@ -69,6 +73,7 @@ class Reclaimer:
         self.reader = reader
         self.table = table
         self.logger = logger
+        self.condemned: list[Segment] = []
         self.corrupt_blocks = 0
         self.recovering = False
         self.recovered = asyncio.Event()
@@ -125,6 +130,11 @@ class Reclaimer:
         await self.remove_stillborn()
         if self.recovering and (not self.set.has_room() or self.set.has_suspects()):
             await self.recovered.wait()
+        while self.condemned:
+            await self.drop(self.condemned[-1])
+            self.condemned.pop()
+        if self.set.has_suspects():
+            raise DiskError("what could not be recovered may be newer", operation="allocate", errno=errno.EIO)
         if not self.set.has_room():
             while not self.set.has_room():
                 await self._reclaim_oldest(0)

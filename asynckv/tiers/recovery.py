@@ -182,8 +182,7 @@ class Recovery:
                 if segment.header is None:  # perhaps another namespace's, whose recovery has to see that it is lost
                     self.set.disown(segment)
                     continue
-                if not await self._drop(segment):
-                    break  # the next opening meets the same cut
+                await self._drop(segment)
                 continue
             try:
                 await self._segment(segment)
@@ -193,6 +192,7 @@ class Recovery:
                 ) from error
             progress()
             await asyncio.sleep(0)
+        self.set.doubtful = 0
 
     def stop(self, clear: Batch) -> None:
         """The caller cleared the namespace, with a record in this batch."""
@@ -234,6 +234,7 @@ class Recovery:
         except OSError as error:
             self.logger.warning("asynckv: a dead segment could not be removed: %s", error)
             self.table.log_unknown = True
+            self.reclaimer.condemned.append(segment)
             return False
         return True
 
@@ -252,16 +253,18 @@ class Recovery:
                 await self._drop(segment)
                 return
             self._previous, self._previous_good = seal.previous, seal.previous_good
+        listed = False
         if seal is not None:
             walked = await self._footer(segment, seal)
-            if walked is None:
+            listed = walked is not None
+            if not listed:
                 self.damaged(f"the footer of segment {segment.number} is damaged")
             elif not self.strict:
-                self._cut |= walked or seal.lossy
+                self._cut |= bool(walked) or seal.lossy
                 return
         elif segment.number <= self._sealed_upto:
             self.damaged(f"the seal of segment {segment.number} is damaged")
-        await self._scan(segment, seal)
+        await self._scan(segment, seal, listed=listed)
 
     def _unknown_to_newer(self, segment: Segment) -> bool:
         """Whether newer segments do not know of it: it was given up before they were made."""
@@ -299,7 +302,8 @@ class Recovery:
 
     # -- other segments ------------------------------------------------------------------------------------------
 
-    async def _scan(self, segment: Segment, seal: Seal | None) -> None:
+    async def _scan(self, segment: Segment, seal: Seal | None, *, listed: bool) -> None:
+        """Apply what the batches say; `listed` when the footer is whole, and says the same."""
         self.reader.failed.clear()
         scan: Scan = await self.reader.run(segment, scan_segment(segment.size, segment.seed))
         unread = scan.unread(self.reader.failed)
@@ -330,7 +334,7 @@ class Recovery:
             self.damaged(f"segment {segment.number} lost batches that had been written")
         lossy = cut is not None or scan.is_lossy(header, seal)
         self._cut |= lossy
-        trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit)
+        trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit, None if listed else seal)
         for _, records in reversed(trusted):
             if self._apply(segment, records):
                 self._cut = True
@@ -350,9 +354,15 @@ class Recovery:
             self.damaged(f"the header of segment {segment.number} is damaged")
         return segment.header
 
-    async def _verified(self, segment: Segment, scan: Scan, first: int, limit: int) -> list[tuple[Found, Records]]:
-        """Parsed batches from one on. Payloads that may be torn are verified; records of torn ones are left out."""
-        result = []
+    async def _verified(
+        self, segment: Segment, scan: Scan, first: int, limit: int, seal: Seal | None
+    ) -> list[tuple[Found, Records]]:
+        """Parsed batches from one on. Payloads that may be torn are verified; records of torn ones are left out.
+
+        The seal is that of a damaged footer: it tells whether they were torn by then or are damaged since.
+        """
+        result: list[tuple[Found, Records]] = []
+        torn: list[tuple[Records, int]] = []
         for found in scan.batches[first:]:
             records = found.records()
             durable = found.offset < limit
@@ -360,17 +370,28 @@ class Recovery:
                 self.damaged(f"a batch header of segment {segment.number} is damaged")
             if not durable or self.strict:
                 self.reader.failed.clear()
-                torn = await self.reader.run(segment, verify_batch(found))
+                bad = await self.reader.run(segment, verify_batch(found))
                 if self.reader.failed:  # who cannot read does not know: a get will tell
                     self.damaged(f"a block of segment {segment.number} cannot be read")
-                    torn = []
-                for index in torn:
-                    records.discard(index)
+                    bad = []
+                for index in bad:
                     if durable:
-                        self.corrupt_blocks += 1
-                        self.damaged(f"a block of segment {segment.number} is damaged")
+                        self._corrupt(segment)
+                    else:
+                        torn.append((records, index))
             result.append((found, records))
+        whole = sum(len(records) for _, records in result) - len(torn)
+        were_torn = seal is None or scan.agrees(seal, whole)
+        for records, index in torn:
+            if were_torn:
+                records.discard(index)
+            else:  # a get misses it, and does not find the value before
+                self._corrupt(segment)
         return result
+
+    def _corrupt(self, segment: Segment) -> None:
+        self.corrupt_blocks += 1
+        self.damaged(f"a block of segment {segment.number} is damaged")
 
     async def _reseal(
         self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, durable: int, lossy: bool

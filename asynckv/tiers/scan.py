@@ -146,6 +146,10 @@ class Scan:
             limit = max(limit, self.batches[expected_good - 1].end)
         return limit
 
+    def agrees(self, seal: Seal, records: int) -> bool:
+        """Whether so many whole records are all that a damaged footer had listed: then the others had been torn."""
+        return (len(self.batches), records) == (seal.batches, seal.records)
+
     def is_lossy(self, header: SegmentHeader, seal: Seal | None) -> bool:
         """Whether a recovery had found already that batches are lost: nothing older counts."""
         seal = self._seal_of(header, seal)

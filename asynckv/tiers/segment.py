@@ -195,6 +195,12 @@ class SegmentSet:
         Bytes handed to the device, padding included.
     starved
         How many times in a row the file system had no room for us.
+    lost
+        Number of a segment of this namespace that is gone, 0 for none. The next one names it as the one before, if it
+        is newer than all that are left.
+    doubtful
+        Number of a segment that may have been this namespace's, and newer than all that are left; 0 when there is none,
+        or what is older is gone.
     """
 
     def __init__(
@@ -219,6 +225,8 @@ class SegmentSet:
         self.bytes_written = 0
         self.starved = 0
         self.oldest_live = 0
+        self.lost = 0
+        self.doubtful = 0
         self.next_number = 1
         self.active: Segment | None = None
         self.spare: Spare | None = None
@@ -278,9 +286,9 @@ class SegmentSet:
             segment.slot = -1
 
     def has_suspects(self) -> bool:
-        """Whether a file of unknown content may be the newest segment: the next one has to name the one before."""
+        """Whether the newest segment may be lost: the next one would hide that from the next recovery."""
         own = self.own()
-        return bool(own) and own[-1].header is None
+        return bool(own) and (own[-1].header is None or own[-1].number < self.doubtful)
 
     def sealed_upto(self) -> int:
         """The highest number up to which all segments of ours are sealed."""
@@ -384,6 +392,7 @@ class SegmentSet:
         number = await self._new_number()
         await self._remove_strays(number)
         own = self.own()
+        before = own[-1] if own and own[-1].number > self.lost else None
         header = SegmentHeader(
             store_id=self.store_id,
             namespace=self.namespace,
@@ -392,7 +401,7 @@ class SegmentSet:
             sequence=sequence,
             size=self.segment_bytes,
             sealed_upto=min(self.sealed_upto(), number - 1),
-            previous=own[-1].number if own else 0,
+            previous=self.lost if before is None else before.number,
             claimed=True,
         )
         if self.spare is None:
@@ -406,7 +415,7 @@ class SegmentSet:
             if spare.size != self.segment_bytes:
                 await self.backend.allocate(file, self.segment_bytes)
                 spare.size = self.segment_bytes
-            page, claim = header.encode(), self._first_claim(header, own[-1].good if own else 0)
+            page, claim = header.encode(), self._first_claim(header, before.good if before else 0)
             await self.backend.write(file, 0, [page, claim])
             self.bytes_written += len(page) + len(claim)
             await self.backend.sync(file)
@@ -429,7 +438,7 @@ class SegmentSet:
         segment = Segment(number, self.segment_bytes, spare.charge, header=header, own=True)
         segment.file = file
         segment.first_sequence = sequence
-        segment.before = own[-1] if own else None
+        segment.before = before
         self._open += 1
         try:
             await self.backend.rename(self.spare_name, segment.name)

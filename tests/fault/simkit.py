@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import asynckv
+from asynckv.backends.files import Files
 from asynckv.testing import (
     MemoryDisk,
     MemoryFiles,
@@ -51,14 +52,16 @@ class Simulation:
         finally:
             loop.close()
 
-    async def open(self, disk: MemoryDisk, *, record: bool = False, **options: Any) -> asynckv.Cache:
+    async def open(
+        self, disk: MemoryDisk, *, record: bool = False, files: Files | None = None, **options: Any
+    ) -> asynckv.Cache:
         """Open a store whose files are those of a disk; with `record`, what is done to them is kept."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop)
         clock = SimulatedClock(loop)
 
         def factory(engine: str, **given: Any) -> Any:
-            backend = SimulatedBackend(files=MemoryFiles(disk), seconds=lambda kind: 1e-4, **given)
+            backend = SimulatedBackend(files=files or MemoryFiles(disk), seconds=lambda kind: 1e-4, **given)
             if not record:
                 return backend
             self.recording = RecordingBackend(backend, disk.content())

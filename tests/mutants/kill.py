@@ -58,6 +58,7 @@ TESTS = (
     "tests/unit/test_torn_large.py",
     "tests/unit/test_footers.py",
     "tests/unit/test_snapshot.py",
+    "tests/fault/test_known_losses.py",
     "tests/fault/test_late_writes.py",
     "tests/fault/test_power_loss.py",
     "tests/fault/test_damage.py",
