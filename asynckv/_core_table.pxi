@@ -223,6 +223,10 @@ cdef class Table(BlockMap):
         enter(self)
         return carried(self, carry) != NONE
 
+    def reserve_segment(self, slot):
+        enter(self)
+        segment_reserve(self, slot)
+
     def finish_carry(self, Carry carry not None, slot, offset):
         cdef uint32_t i, s = slot, o = offset
         enter(self)

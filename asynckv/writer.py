@@ -278,7 +278,7 @@ class Writer:
                     await self.tier.prepare(max(self._batch_bytes, self.table.dirty_head_bytes))
                     if self._has_work():  # the breaker may have opened meanwhile
                         self._compose()
-                except OSError as error:
+                except (OSError, MemoryError) as error:
                     self._failed(error)
                     await asyncio.sleep(RETRY_SECONDS)
                 except Exception as error:  # our bug: say so and go on serving, memory still works

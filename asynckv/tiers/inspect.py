@@ -490,12 +490,14 @@ class Inspector:
             report.damage.append("batches that had been written are missing")
         report.complete = cut is None
         batches = [(found, found.records()) for found in scan.batches]
-        unsure = [each for each in batches if self.verify and each[0].offset >= limit]
-        torn = [(records, index) for found, records in unsure for index in file.run(verify_batch(found))]
-        whole = sum(len(records) for _, records in batches) - len(torn)
-        if seal is None or scan.agrees(seal, whole):
-            for records, index in torn:  # it never was acknowledged: what was there before counts
-                records.discard(index)
+        torn = [
+            file.run(verify_batch(found)) if self.verify and found.offset >= limit else [] for found in scan.batches
+        ]
+        sizes = [(len(records), len(bad)) for (_, records), bad in zip(batches, torn, strict=True)]
+        if seal is None or scan.were_torn(seal, sizes):
+            for (_, records), bad in zip(batches, torn, strict=True):
+                for each in bad:  # it never was acknowledged: what was there before counts
+                    records.discard(each)
         for index, (found, records) in reversed(list(enumerate(batches))):
             space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))
             self.oldest_live = max(self.oldest_live, int(found.header.oldest_live))

@@ -196,6 +196,7 @@ class LogWriter:
         segment = self.set.active
         if segment is None or segment.failed or segment.sealing is not None:
             raise DiskError("no segment can take a batch", operation="write", errno=errno.EIO)
+        self.table.reserve_segment(segment.slot)  # so that nothing is refused once the blocks are written
         spills, tombstones = list(spills), list(tombstones)
         carries = [each for each in carries if self.table.carry_current(each.carry)]
         plan = plan_batch(spills, carries, tombstones, clear, segment.position, segment.size, segment.body_sum)

@@ -176,7 +176,7 @@ class Reclaimer:
             await self.log.seal(segment, following)
         except (OSError, MemoryError) as error:
             # Left as it is: readable, charged in full, sealed by the next recovery or reclaimed before.
-            self.logger.warning("asynckv: sealing a segment failed: %s", error)
+            self.logger.warning("asynckv: sealing a segment failed: %s", str(error) or "no memory")
 
     async def drain(self) -> None:
         """Wait for the sealing that was begun."""

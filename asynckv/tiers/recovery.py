@@ -362,10 +362,11 @@ class Recovery:
         The seal is that of a damaged footer: it tells whether they were torn by then or are damaged since.
         """
         result: list[tuple[Found, Records]] = []
-        torn: list[tuple[Records, int]] = []
+        torn: list[list[int]] = []
         for found in scan.batches[first:]:
             records = found.records()
             durable = found.offset < limit
+            bad: list[int] = []
             if found.repaired and durable:
                 self.damaged(f"a batch header of segment {segment.number} is damaged")
             if not durable or self.strict:
@@ -374,24 +375,24 @@ class Recovery:
                 if self.reader.failed:  # who cannot read does not know: a get will tell
                     self.damaged(f"a block of segment {segment.number} cannot be read")
                     bad = []
-                for index in bad:
-                    if durable:
-                        self._corrupt(segment)
-                    else:
-                        torn.append((records, index))
+                if durable:
+                    self._corrupt(segment, len(bad))
+                    bad = []
             result.append((found, records))
-        whole = sum(len(records) for _, records in result) - len(torn)
-        were_torn = seal is None or scan.agrees(seal, whole)
-        for records, index in torn:
-            if were_torn:
+            torn.append(bad)
+        sizes = [(len(records), len(bad)) for (_, records), bad in zip(result, torn, strict=True)]
+        were_torn = seal is None or scan.were_torn(seal, sizes)
+        for (_, records), bad in zip(result, torn, strict=True):
+            if not were_torn:  # a get misses it, and does not find the value before
+                self._corrupt(segment, len(bad))
+            for index in bad if were_torn else ():
                 records.discard(index)
-            else:  # a get misses it, and does not find the value before
-                self._corrupt(segment)
         return result
 
-    def _corrupt(self, segment: Segment) -> None:
-        self.corrupt_blocks += 1
-        self.damaged(f"a block of segment {segment.number} is damaged")
+    def _corrupt(self, segment: Segment, blocks: int) -> None:
+        for _ in range(blocks):
+            self.corrupt_blocks += 1
+            self.damaged(f"a block of segment {segment.number} is damaged")
 
     async def _reseal(
         self, segment: Segment, scan: Scan, trusted: list[tuple[Found, Records]], *, durable: int, lossy: bool

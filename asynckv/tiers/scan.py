@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from asynckv._record import (
 from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Sequence
 
     from asynckv._record import ChunkHeader
     from asynckv.tiers.layout import SegmentHeader
@@ -102,15 +103,24 @@ class Scan:
     @property
     def claim(self) -> tuple[int, int]:
         """The best claim of the claim page and all headers: (offset, complete and durable batches below it)."""
+        return max(self._claims(), default=(LOG_START, 0))
+
+    def _claims(self) -> list[tuple[int, int]]:
         claims = [batch.header for batch in self.batches]
         if self.claim_page is not None:
             claims.append(self.claim_page)
-        return max(((int(each.synced), int(each.good)) for each in claims), default=(LOG_START, 0))
+        return [(int(each.synced), int(each.good)) for each in claims]
 
     @property
     def durable_below(self) -> int:
         """Offset below which every batch was durable: what is damaged there is no torn write."""
-        return LOG_START if self._has_failed_write(None) else self.claim[0]
+        return self._in_front_of_failed_writes() if self._has_failed_write(None) else self.claim[0]
+
+    def _in_front_of_failed_writes(self) -> int:
+        """The best claim that counts as many batches as there are."""
+        offsets = [batch.offset for batch in self.batches]
+        exact = [synced for synced, good in self._claims() if bisect_left(offsets, synced) == good]
+        return max(exact, default=LOG_START)
 
     def _has_failed_write(self, seal: Seal | None) -> bool:
         """Whether one of the batches is a failed write that reached the disk all the same, perhaps in part."""
@@ -134,7 +144,7 @@ class Scan:
         """
         seal = self._seal_of(header, seal)
         if self._has_failed_write(seal):
-            return LOG_START
+            return self._in_front_of_failed_writes()
         if seal is not None:
             return seal.durable
         limit = self.durable_below
@@ -146,9 +156,21 @@ class Scan:
             limit = max(limit, self.batches[expected_good - 1].end)
         return limit
 
-    def agrees(self, seal: Seal, records: int) -> bool:
-        """Whether so many whole records are all that a damaged footer had listed: then the others had been torn."""
-        return (len(self.batches), records) == (seal.batches, seal.records)
+    def were_torn(self, seal: Seal, batches: Sequence[tuple[int, int]]) -> bool:
+        """Whether bad blocks were torn before a damaged footer was written: what else there is is just what it listed.
+
+        Parameters
+        ----------
+        seal
+            Says how many batches and records that were.
+        batches
+            Records of each batch, and how many of them are bad.
+        """
+        failed = len(self.batches) - seal.batches  # writes that it listed nothing of
+        if failed:
+            whole = [records for records, bad in batches if not bad]
+            return len(batches) - len(whole) == failed and sum(whole) == seal.records
+        return sum(records - bad for records, bad in batches) == seal.records
 
     def is_lossy(self, header: SegmentHeader, seal: Seal | None) -> bool:
         """Whether a recovery had found already that batches are lost: nothing older counts."""
