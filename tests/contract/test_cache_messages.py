@@ -164,6 +164,7 @@ async def test_system_errors_of_open_name_the_directory(tmp_path, where):
 
 async def test_no_thread_can_be_started(tmp_path, monkeypatch):
     """As with RLIMIT_NPROC, which does not bind root."""
+    monkeypatch.delenv("ASYNCKV_ENGINE", raising=False)
     real = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:

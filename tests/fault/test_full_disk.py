@@ -238,7 +238,7 @@ async def test_a_disk_that_becomes_read_only_while_it_is_used(tmp_path, caplog):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("operation", ["open", "write"])
-async def test_one_refusal_for_space_costs_the_oldest_segment(tmp_path, number, operation):
+async def test_one_refusal_for_space_costs_the_oldest_segment_at_most(tmp_path, number, operation):
     script = Script()
     async with sick(tmp_path / "kv", script, **FAST) as (cache, _):
         for start in range(0, 60, 10):
@@ -253,9 +253,11 @@ async def test_one_refusal_for_space_costs_the_oldest_segment(tmp_path, number, 
         assert script.injected[operation, "error"] == 1
         await cache.flush()
         stats = cache.stats()
-        assert 0 < stats.dropped_blocks <= 16, "one segment, not more"
+        assert stats.dropped_blocks <= 16, "one segment, not more"
         assert stats.disk_state == "ok"
-        assert await cache.get(0) is None
+        if operation == "open":  # a batch beside the refused one may have been written, which says that there is room
+            assert stats.dropped_blocks
+        assert (await cache.get(0) is None) == bool(stats.dropped_blocks)
         image = crash_image(tmp_path / "kv", tmp_path / "image")
     async with asynckv.open(image, **SMALL) as cache:
         found = await read_all(cache, range(100, 150))

@@ -173,8 +173,9 @@ async def test_the_proof_touches_nobodys_file(tmp_path, ring, monkeypatch, unnam
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-async def test_a_full_disk_says_nothing_against_the_ring(tmp_path, ring, seen, number):
-    ring.script = Script().add("pwritev", error(number), sticky=True)
+@pytest.mark.parametrize("operation", ["temporary", "pwritev"])
+async def test_a_full_disk_says_nothing_against_the_ring(tmp_path, ring, seen, operation, number):
+    ring.script = Script().add(operation, error(number), sticky=True)
     backend = await started("auto", tmp_path, direct=False)
     assert backend.name == "io_uring"
     assert await backend.close() == 0
