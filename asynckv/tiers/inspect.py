@@ -507,8 +507,7 @@ class Inspector:
                 self._copies(file, found, seed, limit)
             self._count(report, space, records, damaged)
         space.ended |= cut is not None or scan.is_lossy(header, seal)
-        good = max((int(found.header.previous_good) for found in scan.batches), default=0)
-        space.expected_good = seal.previous_good if seal is not None else good
+        space.expected_good = scan.previous_good if seal is None else seal.previous_good
 
     def _copies(self, file: SegmentFile, found: Found, seed: int, limit: int) -> None:
         """Hold the second copy of a durable batch's header against the first."""

@@ -98,6 +98,11 @@ class Scan:
         return self.batches[-1].end if self.batches else LOG_START
 
     @property
+    def previous_good(self) -> int:
+        """Durable batches of the segment before, as far as the batches tell."""
+        return max((int(batch.header.previous_good) for batch in self.batches), default=0)
+
+    @property
     def claim(self) -> tuple[int, int]:
         """The best claim of the claim page and all headers: (offset, complete and durable batches below it)."""
         return max(self._claims(), default=(LOG_START, 0))
