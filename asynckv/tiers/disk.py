@@ -126,6 +126,9 @@ class DiskTier:
         self._log.sequence = opening.next_sequence
         self._reader = BlockReader(self._set)
         self._reclaimer = Reclaimer(self._set, self._log, self._reader, self._table, _log)
+        if opening.snapshot_size >= 0 and (mode == "none" or self._set.charged > config.disk):  # segments are to go
+            await self._drop_snapshot()
+            opening.snapshot_size = -1
         if opening.snapshot_size >= 0:
             self._reclaimer.before_first_segment = self._drop_snapshot
         if mode == "none":
