@@ -105,3 +105,14 @@ async def test_what_an_opening_drops_on_purpose_is_missed_by_nobody(tmp_path, op
     assert verify_directory(path).all_damage == []
     async with Disk(path, recover="strict") as disk:
         assert disk.tier.damage == 0
+
+
+async def test_a_snapshot_of_another_length_is_damage_to_an_opening_and_to_verify_alike(tmp_path):
+    path = tmp_path / "kv"
+    async with Disk(path) as disk:
+        await fill(disk, range(20))
+    with (path / "index.snap").open("ab") as file:
+        file.write(bytes(300 * KIB))
+    assert verify_directory(path).all_damage == ["the index snapshot is damaged"]
+    async with Disk(path) as disk:
+        assert disk.tier.damage == 1
