@@ -182,13 +182,12 @@ class Cache:
     @classmethod
     async def _open(cls, config: Config) -> Cache:
         cache = cls(config)
-        clock = config.clock
         table = cache._table
         tier: DiskTier | None = None
         try:
             await cache._pages.open()
             if config.disk:
-                tier = cache._tier = DiskTier(config, table, clock)
+                tier = cache._tier = DiskTier(config, table)
                 await tier.open()
                 table.max_spill = tier.max_block
                 table.backed = True
@@ -200,7 +199,7 @@ class Cache:
             if isinstance(error, AsyncKVError):
                 error.about(config.directory)
             raise
-        cache._scheduler = Scheduler(cache._loop, table, tier, config, clock, on_turn=cache._pages.look)
+        cache._scheduler = Scheduler(cache._loop, table, tier, config, config.clock, on_turn=cache._pages.look)
         cache._opened = True
         if tier is not None:
             if tier.recovering:

@@ -101,7 +101,6 @@ class RoomQueue(OrderedDict["Waiter", float]):
 
     def pump(self) -> int:
         """Let the heads work. DONE when the queue is empty, else what its head answered."""
-        answer = DONE
         while self:
             head = next(iter(self))
             try:

@@ -138,9 +138,7 @@ class Load:
             at = (at + 1) % len(kinds)
             try:
                 await getattr(self, f"_{kind}")(number)
-            except OSError:  # the disk refused, and the call says so
-                self.refused[kind] += 1
-            except asynckv.NoRoomError:
+            except (OSError, asynckv.NoRoomError):  # the disk refused, or the pool; the call says so
                 self.refused[kind] += 1
             self.calls += 1
 

@@ -84,7 +84,7 @@ async def _no_tasks_left():
 
 @pytest.fixture(autouse=True)
 def _audit(request):
-    """Fail when a test leaves threads of ours, file descriptors or tasks behind."""
+    """Fail when a test leaves threads of ours or tasks behind."""
     threads = _threads()
     if request.node.get_closest_marker("asyncio") is not None:
         request.getfixturevalue("_no_tasks_left")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynckv.backends import create_backend
 from asynckv.errors import DiskError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from asynckv._core import Load, Spill, Table
     from asynckv.backends.base import Backend
-    from asynckv.clock import Clock
     from asynckv.config import Config
     from asynckv.tiers.base import WireKey
     from asynckv.tiers.log import CarryItem
@@ -54,13 +53,9 @@ class DiskTier:
     Parameters
     ----------
     config
-        Checked options, with the `directory`.
+        Checked options, with directory and clock.
     table
         The block table that locations belong to.
-    clock
-        For the engine's deadlines; the configured one by default.
-    directory
-        Another place than the configured one.
 
     Attributes
     ----------
@@ -70,11 +65,10 @@ class DiskTier:
         Damaged blocks found by recovery and when carrying over; those of `read` are for the caller to count.
     """
 
-    def __init__(self, config: Config, table: Table, clock: Clock | None = None, *, directory: Any = None) -> None:
-        self._path = config.directory if directory is None else directory  # type: ignore[attr-defined,unused-ignore]
+    def __init__(self, config: Config, table: Table) -> None:
         self._config = config
         self._table = table
-        self._clock = clock if clock is not None else config.clock
+        self._clock = config.clock
         self._directory: Directory | None = None
         self._backend: Backend | None = None
         self._opening: Opening | None = None
@@ -99,7 +93,7 @@ class DiskTier:
             The disk refuses.
         """
         try:
-            self._directory = Directory.open(self._path)
+            self._directory = Directory.open(self._config.directory)
             self._directory.lock()
             await self._start()
         except BaseException as error:
@@ -132,6 +126,9 @@ class DiskTier:
         self._log.sequence = opening.next_sequence
         self._reader = BlockReader(self._set)
         self._reclaimer = Reclaimer(self._set, self._log, self._reader, self._table, _log)
+        if opening.snapshot_size >= 0 and (mode == "none" or self._set.charged > config.disk):  # segments are to go
+            await self._drop_snapshot()
+            opening.snapshot_size = -1
         if opening.snapshot_size >= 0:
             self._reclaimer.before_first_segment = self._drop_snapshot
         if mode == "none":

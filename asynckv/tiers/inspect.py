@@ -16,7 +16,6 @@ from xxhash import xxh3_64
 
 from asynckv._record import (
     BLOCK,
-    CHUNK_MAX,
     CLEAR,
     KIND_SNAPSHOT,
     TOMBSTONE,
@@ -302,10 +301,10 @@ class Inspector:
         total = 0
         try:
             size = os.fstat(fd).st_size
+            if not head.fits(size):
+                return False
             for chunk in range(head.chunks):
                 place = start + chunk * head.chunk_bytes
-                if place >= size or head.chunk_bytes > CHUNK_MAX:
-                    return False
                 data = read_range(fd, place, min(head.chunk_bytes, size - place))
                 header = read_chunk(data, 0, KIND_SNAPSHOT, seed, place)
                 records = None if header is None else parse_body(data, 0, header, LOG_START, n_segments=len(numbers))
@@ -507,8 +506,7 @@ class Inspector:
                 self._copies(file, found, seed, limit)
             self._count(report, space, records, damaged)
         space.ended |= cut is not None or scan.is_lossy(header, seal)
-        good = max((int(found.header.previous_good) for found in scan.batches), default=0)
-        space.expected_good = seal.previous_good if seal is not None else good
+        space.expected_good = scan.previous_good if seal is None else seal.previous_good
 
     def _copies(self, file: SegmentFile, found: Found, seed: int, limit: int) -> None:
         """Hold the second copy of a durable batch's header against the first."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from asynckv._record import FORMAT_VERSION, PAGE_BYTES
+from asynckv._record import FORMAT_VERSION, HEADER_BYTES, PAGE_BYTES
 
 __all__ = [
     "CLAIM_AT",
@@ -41,6 +41,7 @@ SEQUENCE_MAX = 1 << 62  # of batches: a number from there on would leave none fo
 SEGMENT_BYTES_MAX = (1 << 32) - (1 << 16)  # offsets are 32 bits in the index
 SUPERBLOCK_NAME = "superblock"
 SNAPSHOT_NAME = "index.snap"
+CHUNK_STRIDE = 256 << 10  # from one chunk of a snapshot to the next
 LOCK_NAME = "lock"
 SPARE_NAME = "spare"
 SPARE_NAMES = (SPARE_NAME, "spare.tmp")  # the second where something that is no file has the first
@@ -309,6 +310,12 @@ class SnapshotHead:
             len(self.segments),
         ) + b"".join(_LISTED.pack(*each) for each in self.segments)
         return _seal_page(_SNAPSHOT_MAGIC, body, pages(_COMMON.size + len(body)))
+
+    def fits(self, size: int) -> bool:
+        """Whether a snapshot with this head can be a file of so many bytes."""
+        start, whole = self.head_bytes(len(self.segments)), self.chunks * CHUNK_STRIDE
+        fits = start + whole - CHUNK_STRIDE + HEADER_BYTES <= size <= start + whole
+        return fits and self.chunk_bytes == CHUNK_STRIDE and bool(self.segments)
 
     @staticmethod
     def head_bytes(segments: int) -> int:

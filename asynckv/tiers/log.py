@@ -345,8 +345,9 @@ class LogWriter:
 
     async def _claim(self, segment: Segment, file: File, synced: list[Batch]) -> None:
         """Note on disk what is durable, those that were just synced included."""
+        assert segment.header is not None
         _, end, good = self._ended(segment, synced)
-        fields = self._fields(segment, segment.first_sequence, end, good)
+        fields = self._fields(segment, segment.header.sequence, end, good)
         page = RecordWriter().to_bytes(KIND_CLAIM, segment.seed, CLAIM_AT, **fields)
         segment.hold()
         await self.backend.write(file, CLAIM_AT, [page], released=segment.release)
@@ -392,8 +393,9 @@ class LogWriter:
             await asyncio.wait(pending)
         await self.sync_segment(segment)
         self._settle(segment)
+        assert segment.header is not None
         batches = [batch for batch in segment.batches if batch.state == DURABLE]
-        last = batches[-1].fields["sequence"] if batches else segment.first_sequence
+        last = batches[-1].fields["sequence"] if batches else segment.header.sequence
         pieces = [batch.piece for batch in batches]
         good = segment.before.good if segment.before is not None else 0
         end = segment.position

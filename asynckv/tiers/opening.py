@@ -176,6 +176,7 @@ class Opening:
         both = sorted(zip(found, peeks, strict=True), key=lambda each: (not self._is_stray(each[0]), each[0].number))
         for segment, peek in both:
             self._classify(segment, peek)
+            (self.set.keep if self._is_stray(segment) else self.set.add)(segment)
         self.set.next_number = max(self.set.next_number, evidence.highest + 1)
         await self._remove_dead()
         named = self.unreadable | self.displaced | {seal.next for seal in self.seals.values()}
@@ -300,7 +301,6 @@ class Opening:
                 self.displaced.add(page.number)
             if header is None:
                 self.damaged(f"segment {segment.number} belongs to another store or another place")
-                self._add(segment)
                 return
             page = None
         segment.header = header
@@ -312,25 +312,16 @@ class Opening:
                 self.damaged("a segment file is unreadable")
                 if perhaps:
                     self.unreadable.add(segment.number)
-            self._add(segment)
             return
         if page is None:
             self.damaged(f"the header of segment {segment.number} is damaged")
         segment.own = header.namespace == namespace
-        segment.first_sequence = header.sequence
         segment.sealed = seal is not None
         if segment.own and seal is not None:
             self.seals[segment.number] = seal
         self.set.oldest_live = max(self.set.oldest_live, header.oldest_live, seal.oldest_live if seal else 0)
         most = seal.last_sequence + 1 if seal else header.sequence + segment.size // (2 * PAGE) + 1
         self.next_sequence = max(self.next_sequence, most)
-        self._add(segment)
-
-    def _add(self, segment: Segment) -> None:
-        if self._is_stray(segment):
-            self.set.keep(segment)
-        else:
-            self.set.add(segment)
 
     async def _remove_dead(self) -> None:
         dead = [s for s in self.set if s.number < self.set.oldest_live]

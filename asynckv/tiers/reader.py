@@ -3,7 +3,7 @@
 Invariants
 ----------
 * A buffer belongs to the engine until it says so; a segment counts as in use for as long.
-* The checksum is computed by the worker that read, never by the loop.
+* The checksum is computed by the engine: in a worker, or on the loop where that has read and the bytes are few.
 * `released` of the caller is called once, after the last operation on the buffer ended, whatever became of the future;
   and before the future resolves, unless that was cancelled or ran past its deadline.
 """
@@ -18,6 +18,7 @@ from asynckv._record import payload_span
 from asynckv.backends.base import ShortTransferError
 from asynckv.checksum import checksum
 from asynckv.tiers.base import wait_at_most
+from asynckv.tiers.layout import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,7 @@ READS_PER_BLOCK = 2  # a second one, because a flawed transfer is not a damaged 
 
 
 def make_verify(stored: int, expected: int) -> Callable[[memoryview], bool]:
-    """Check a payload in a worker; zeroes what follows it in the buffer."""
+    """Make the check of a payload; it zeroes what follows the payload in the buffer."""
 
     def verify(buffer: memoryview) -> bool:
         body = buffer[:stored] if len(buffer) != stored else buffer
@@ -147,7 +148,7 @@ class BlockReader:
                 released()
             result.set_result(False)
             return result
-        span = payload_span(stored, len(buffer) >= stored + -stored % 4096)
+        span = payload_span(stored, len(buffer) >= pages(stored))
         read = _Read(segment, offset, buffer[:span], make_verify(stored, checksum), result, released)
         segment.hold()
         result.add_done_callback(lambda _: self._cancelled(read))

@@ -135,9 +135,8 @@ class Reclaimer:
             self.condemned.pop()
         if self.set.has_suspects():
             raise DiskError("what could not be recovered may be newer", operation="allocate", errno=errno.EIO)
-        if not self.set.has_room():
-            while not self.set.has_room():
-                await self._reclaim_oldest(0)
+        while not self.set.has_room():
+            await self._reclaim_oldest(0)
         if self.before_first_segment is not None:
             await self.before_first_segment()
             self.before_first_segment = None

@@ -327,7 +327,7 @@ class Recovery:
         limit = scan.known_durable(header, seal, self._previous_good, ended=ended)
         if seal is None:
             self._previous = header.previous
-            self._previous_good = max((int(found.header.previous_good) for found in scan.batches), default=0)
+            self._previous_good = scan.previous_good
         if unread is not None:  # what cannot be read may be newer than all that lies before it
             cut = unread if cut is None else max(cut, unread)
         if cut is not None:
@@ -410,7 +410,7 @@ class Recovery:
                 [records for _, records in trusted],
                 len(trusted),
                 int(last),
-                previous_good=max((int(found.header.previous_good) for found in scan.batches), default=0),
+                previous_good=scan.previous_good,
                 durable=min(durable, scan.end),
                 lossy=lossy,
             )

@@ -30,7 +30,7 @@ from asynckv._record import (
     read_chunk,
     read_trailer,
 )
-from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal
+from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal, pages
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -43,7 +43,7 @@ __all__ = ["Found", "Scan", "footer_chunk", "scan_segment", "verify_batch"]
 HOP_BYTES = 64 << 10  # read where a header is expected
 SWEEP_BYTES = 1 << 20  # read where there is none
 WINDOW_MAX = 4 << 20
-CHUNK_MAX = WINDOW_MAX // 2  # no chunk of a segment is larger: a batch's is below 1.1 MiB, a footer's below 1.3 MiB
+SWEPT_CHUNK_MAX = WINDOW_MAX // 2  # none of a segment is larger: a batch's is below 1.1 MiB, a footer's below 1.3 MiB
 Want = tuple[int, int]  # offset and bytes; always whole pages inside the file
 
 
@@ -80,8 +80,6 @@ class Scan:
         In log order.
     footer_batches, footer_sequence
         Batches of which a footer chunk speaks and the number of the last, -1 when there is none.
-    skipped
-        Pages between the first batch's place and the last batch that belong to nothing.
     claim_page
         The segment's claim, None when it has none that verifies.
     seal
@@ -91,7 +89,6 @@ class Scan:
     batches: list[Found] = field(default_factory=list)
     footer_batches: int = -1
     footer_sequence: int = -1
-    skipped: int = 0
     claim_page: ChunkHeader | None = None
     seal: Seal | None = None
 
@@ -99,6 +96,11 @@ class Scan:
     def end(self) -> int:
         """End of the last batch."""
         return self.batches[-1].end if self.batches else LOG_START
+
+    @property
+    def previous_good(self) -> int:
+        """Durable batches of the segment before, as far as the batches tell."""
+        return max((int(batch.header.previous_good) for batch in self.batches), default=0)
 
     @property
     def claim(self) -> tuple[int, int]:
@@ -203,14 +205,14 @@ class Scan:
             return 0
         return self.cut(header.sequence, expected_good)
 
-    def unread(self, pages: Iterable[int]) -> int | None:
+    def unread(self, failed: Iterable[int]) -> int | None:
         """How many of the oldest batches may have been overwritten by one on pages that could not be read.
 
         None when no such page can have been the head of a batch: it is part of one that was found, or a fixed one.
         """
         heads = [
             page
-            for page in pages
+            for page in failed
             if page >= LOG_START and not any(batch.offset <= page < batch.end for batch in self.batches)
         ]
         return sum(batch.offset < max(heads) for batch in self.batches) if heads else None
@@ -298,7 +300,6 @@ def scan_segment(size: int, seed: int) -> Generator[Want, memoryview, Scan]:
             found = yield from _resync(window, scan, position, seed)
             if found is None:
                 break
-            scan.skipped += max(found.offset - position, 0) // PAGE
         scan.batches.append(found)
         position = found.end
         ahead = HOP_BYTES
@@ -339,7 +340,7 @@ def _resync(window: _Window, scan: Scan, start: int, seed: int) -> Generator[Wan
             continue
         position = window.start + hit
         whole = chunk_bytes(window.data, hit)
-        if 0 < whole <= CHUNK_MAX:
+        if 0 < whole <= SWEPT_CHUNK_MAX:
             at = yield from window.need(position, whole, WINDOW_MAX)
             if at >= 0:
                 header = read_chunk(window.data, at, KIND_BATCH, seed, position) if position != start else None
@@ -386,7 +387,7 @@ def verify_batch(found: Found) -> Generator[Want, memoryview, list[int]]:
     bad: list[int] = []
     for index, offset, stored, checksum in sorted(found.records().locations(), key=lambda each: each[1]):
         first = offset // PAGE * PAGE
-        length = -(-(offset + stored - first) // PAGE) * PAGE
+        length = pages(offset + stored - first)
         if length <= SWEEP_BYTES:
             at = yield from window.need(first, length, SWEEP_BYTES)
             at += offset - first
@@ -397,7 +398,7 @@ def verify_batch(found: Found) -> Generator[Want, memoryview, list[int]]:
             while left:
                 first = position // PAGE * PAGE
                 piece = min(left, SWEEP_BYTES - (position - first))
-                length = -(-(position + piece - first) // PAGE) * PAGE
+                length = pages(position + piece - first)
                 at = yield from window.need(first, length, length)
                 hasher.update(window.data[at + position - first : at + position - first + piece])
                 position += piece

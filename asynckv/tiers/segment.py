@@ -99,7 +99,6 @@ class Segment:
         "charge",
         "failed",
         "file",
-        "first_sequence",
         "good",
         "header",
         "idle",
@@ -144,7 +143,6 @@ class Segment:
         self.position = LOG_START
         self.body_sum = 0
         self.batches: list[Batch] = []
-        self.first_sequence = 0
         self.synced = LOG_START
         self.synced_index = 0
         self.good = 0
@@ -437,7 +435,6 @@ class SegmentSet:
         self.spare = None
         segment = Segment(number, self.segment_bytes, spare.charge, header=header, own=True)
         segment.file = file
-        segment.first_sequence = sequence
         segment.before = before
         self._open += 1
         try:

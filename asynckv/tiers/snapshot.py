@@ -16,14 +16,13 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from asynckv._record import (
-    HEADER_BYTES,
     KIND_SNAPSHOT,
     apply_records,
     parse_body,
     read_chunk,
     write_disk_entries,
 )
-from asynckv.tiers.layout import LOG_START, PAGE, SNAPSHOT_NAME, SnapshotHead, snapshot_seed
+from asynckv.tiers.layout import CHUNK_STRIDE, LOG_START, PAGE, SNAPSHOT_NAME, SnapshotHead, snapshot_seed
 
 if TYPE_CHECKING:
     import logging
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load_snapshot", "peek_snapshot", "remove_snapshot", "save_snapshot"]
 
-CHUNK_STRIDE = 256 << 10
 HEAD_MAX = 64 << 10
 TEMPORARY = SNAPSHOT_NAME + ".tmp"
 ENTRY_BYTES_GUESS = 48  # for the decision whether the spare file has to make room
@@ -170,9 +168,7 @@ async def _read_head(segments: SegmentSet, file: File, size: int) -> SnapshotHea
         raise ValueError("the index snapshot is damaged")
     if head.namespace != segments.namespace:
         return None
-    start = SnapshotHead.head_bytes(len(head.segments))
-    fits = start + (head.chunks - 1) * CHUNK_STRIDE + HEADER_BYTES <= size <= start + head.chunks * CHUNK_STRIDE
-    if head.chunk_bytes != CHUNK_STRIDE or not head.segments or not fits:
+    if not head.fits(size):
         raise ValueError("the index snapshot is damaged")
     return head
 

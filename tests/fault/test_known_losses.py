@@ -142,7 +142,7 @@ def test_a_loss_is_known_to_the_opening_after_the_next(
                     newest = ROUNDS + 1 if flushed.get(index, math.inf) <= cut else ROUNDS
                     allowed = {None} if index == REMOVED else {newest, ROUNDS + 1, None}
                     assert version in allowed, f"{damage.__name__} {name}, cut {cut} {mode}: {index} is {version}"
-                tally("power-loss images", 1)
+                tally("crash images after a loss", 2)
 
 
 def test_a_damaged_block_passes_for_no_torn_one_when_the_footer_is_damaged_too(simulation: Simulation) -> None:

@@ -1,4 +1,4 @@
-"""Fifty faults in the record format and the recovery. Each has to make a test fail: see kill.py.
+"""Faults in the record format and the recovery. Each has to make a test fail: see kill.py.
 
 An entry is found by its old text, which stands in its file exactly once; a change of that file that takes the text away
 takes the entry's new place along.

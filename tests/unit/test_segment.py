@@ -161,7 +161,6 @@ def test_a_whole_segment_is_found_in_order():
     image, plans = build()
     scan, asked = run(image, scan_segment(len(image), SEED))
     assert [found.offset for found in scan.batches] == [plan.position for plan in plans]
-    assert scan.skipped == 0
     assert scan.cut(10) is None
     assert sum(length for _, length in asked) <= 2 * len(image)
     for found in scan.batches:

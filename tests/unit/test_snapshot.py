@@ -10,6 +10,7 @@ from logkit import KIB, MIB, Disk, allocated, fill, value_of
 
 from asynckv.backends import create_backend
 from asynckv.testing import RecordingBackend
+from asynckv.tiers import verify_directory
 from asynckv.tiers.snapshot import TEMPORARY
 
 
@@ -91,3 +92,27 @@ async def test_a_snapshot_is_durable_before_its_name_is_and_its_name_before_the_
         synced = events.index(("sync_directory",), gone)
         born = next(at for at, event in enumerate(events) if event[0] == "rename")
         assert gone < synced < born
+
+
+@pytest.mark.parametrize("options", [{"disk": 2 * MIB}, {"recover": "none"}], ids=["smaller", "none"])
+async def test_what_an_opening_drops_on_purpose_is_missed_by_nobody(tmp_path, options):
+    path = tmp_path / "kv"
+    async with Disk(path, disk=4 * MIB) as disk:
+        await fill(disk, range(100), size=20_000)
+    before = len(list(path.glob("*.seg")))
+    async with Disk(path, **options):
+        assert len(list(path.glob("*.seg"))) < before
+    assert verify_directory(path).all_damage == []
+    async with Disk(path, recover="strict") as disk:
+        assert disk.tier.damage == 0
+
+
+async def test_a_snapshot_of_another_length_is_damage_to_an_opening_and_to_verify_alike(tmp_path):
+    path = tmp_path / "kv"
+    async with Disk(path) as disk:
+        await fill(disk, range(20))
+    with (path / "index.snap").open("ab") as file:
+        file.write(bytes(300 * KIB))
+    assert verify_directory(path).all_damage == ["the index snapshot is damaged"]
+    async with Disk(path) as disk:
+        assert disk.tier.damage == 1
