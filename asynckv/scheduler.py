@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import DiskError
 from asynckv.health import READ, Breaker
+from asynckv.tiers.base import wait_at_most
 from asynckv.waiting import (
     ABSENT,
     AGAIN,
@@ -545,7 +546,7 @@ class Scheduler:
     async def recovered(self) -> None:
         """Wait for the scan, at most `io_timeout`."""
         if self._recovery is not None:
-            await asyncio.wait([self._recovery], timeout=self.io_timeout)
+            await wait_at_most(self.clock, self.io_timeout, [self._recovery])
 
     # -- health --------------------------------------------------------------------------------------------------
 

@@ -47,11 +47,11 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Show what was done of each campaign beside what one whole run of this level does."""
+    """Show what was done of each campaign, beside what each of its tests does at this level."""
     if tallies:
         terminalreporter.section(f"campaigns, level {level()}, scale {scale():g}")
         for campaign, done in sorted(tallies.items()):
-            wanted = f" (of {count(campaign):,})" if campaign in COUNTS else ""
+            wanted = f" ({count(campaign):,} or more)" if campaign in COUNTS else ""
             terminalreporter.write_line(f"{done:>12,} {campaign}{wanted}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 LEVELS = ("commit", "nightly", "release")
 
@@ -84,6 +85,13 @@ def tally(campaign: str, number: int = 1) -> None:
 
 
 PARTS = 8  # of a campaign that takes long: what several workers can share
+
+
+def rounds(campaign: str) -> Iterator[int]:
+    """Numbers for a loop that does one of a campaign each time, and is told as such."""
+    for number in range(count(campaign)):
+        yield number
+        tally(campaign)
 
 
 def parts() -> range:

@@ -27,7 +27,7 @@ from asynckv.config import format_size
 from asynckv.errors import CorruptStoreError
 from asynckv.tiers.inspect import inspect_directory, verify_directory
 from asynckv.tiers.repair import repair_directory
-from asynckv.tiers.report import LIVE, describe, plain_key
+from asynckv.tiers.report import LIVE, describe, key_of_wire
 
 if TYPE_CHECKING:
     from asynckv.tiers.repair import Repair
@@ -162,7 +162,7 @@ def _keys(report: DirectoryReport) -> list[dict[str, Any]]:
     return [
         {
             "namespace": space.name,
-            "key": _printable(plain_key(*key)),
+            "key": _printable(key_of_wire(*key)),
             "segment": place.segment,
             "bytes": place.stored,
         }

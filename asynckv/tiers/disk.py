@@ -126,7 +126,8 @@ class DiskTier:
         self._log.sequence = opening.next_sequence
         self._reader = BlockReader(self._set)
         self._reclaimer = Reclaimer(self._set, self._log, self._reader, self._table, _log)
-        if opening.snapshot_size >= 0 and (mode == "none" or self._set.charged > config.disk):  # segments are to go
+        segments_go = mode == "none" or self._set.charged > config.disk
+        if opening.snapshot_size >= 0 and segments_go and opening.snapshot_whole:  # else it tells what is missing
             await self._drop_snapshot()
             opening.snapshot_size = -1
         if opening.snapshot_size >= 0:

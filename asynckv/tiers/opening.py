@@ -88,6 +88,8 @@ class Opening:
         Above every sequence number in use.
     snapshot_size, snapshot_charge
         Of the index snapshot; -1 when there is none.
+    snapshot_whole
+        Every segment that it lists has a file.
     damage
         Damaged places met so far.
     """
@@ -121,6 +123,7 @@ class Opening:
         self._claimed: set[int] = set()  # numbers of segments with a damaged first page that have a claim of ours
         self.snapshot_size = -1
         self.snapshot_charge = 0
+        self.snapshot_whole = True
         self.damage = 0
 
     def damaged(self, what: str) -> None:
@@ -167,7 +170,10 @@ class Opening:
             evidence.learn(peek.header, peek.seal)
         if self.snapshot_size >= 0:
             with contextlib.suppress(OSError):
-                evidence.learn_snapshot(await peek_snapshot(self.backend, self.snapshot_size))
+                head = await peek_snapshot(self.backend, self.snapshot_size)
+                evidence.learn_snapshot(head)
+                listed = {number for number, _ in head.segments} if head is not None else set[int]()
+                self.snapshot_whole = listed <= {segment.number for segment in found}
         ours = self.set.namespace
         for segment, peek in zip(found, peeks, strict=True):
             if evidence.learn_claim(segment.number, peek.claim, (ours, peek.space)) == ours:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-__all__ = ["BlockPlace", "DirectoryReport", "LostBlock", "SegmentReport", "Space", "describe", "plain_key"]
+__all__ = ["BlockPlace", "DirectoryReport", "LostBlock", "SegmentReport", "Space", "describe", "key_of_wire"]
 
 LIVE, REMOVED, LOST = range(3)
 DIGEST_CHARACTERS = 16
@@ -61,10 +61,10 @@ class LostBlock:
     @property
     def plain(self) -> int | str | bytes:
         """The key as its user named it."""
-        return plain_key(self.kind, self.key)
+        return key_of_wire(self.kind, self.key)
 
 
-def plain_key(kind: int, key: bytes) -> int | str | bytes:
+def key_of_wire(kind: int, key: bytes) -> int | str | bytes:
     """A key as its user named it."""
     if kind == 0:
         return int.from_bytes(key, "little", signed=True)

@@ -113,11 +113,6 @@ class Scan:
             claims.append(self.claim_page)
         return [(int(each.synced), int(each.good)) for each in claims]
 
-    @property
-    def durable_below(self) -> int:
-        """Offset below which every batch was durable: what is damaged there is no torn write."""
-        return self._in_front_of_failed_writes() if self._has_failed_write(None) else self.claim[0]
-
     def _in_front_of_failed_writes(self) -> int:
         """The best claim that counts as many batches as there are."""
         offsets = [batch.offset for batch in self.batches]
@@ -133,7 +128,7 @@ class Scan:
         return 0 <= counted < len(self.batches)
 
     def known_durable(self, header: SegmentHeader, seal: Seal | None, expected_good: int, *, ended: bool) -> int:
-        """As `durable_below`, by what the segment's fixed pages and the next segment say as well.
+        """Offset below which every batch was durable: what is damaged there is no torn write.
 
         Parameters
         ----------
@@ -149,7 +144,7 @@ class Scan:
             return self._in_front_of_failed_writes()
         if seal is not None:
             return seal.durable
-        limit = self.durable_below
+        limit = self.claim[0]
         if self.footer_batches >= 0 and ended:  # that was written when all batches were durable
             limit = max(limit, self.end)
         if header.claimed and self.claim_page is None and self.batches:  # torn: at least one batch was durable

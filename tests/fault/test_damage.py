@@ -240,7 +240,7 @@ def check_all(lab: Lab, golden: Golden, what: str, damaged: list[tuple[str, Imag
         each = lab.probe(image, golden.expected)
         each.problems = [f"{name}: {problem}" for problem in each.problems]
         found.append(each)
-    tally("damaged images", len(found))
+    tally("damaged images of each kind", len(found))
     report(what, found)
     return found
 

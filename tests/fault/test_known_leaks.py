@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from levels import count
+from levels import count, rounds, tally
 from sickkit import SMALL, sick
 from storekit import BLOCK, KIB, blocks, check_idle, fill, find_payload, flip, payload, python, settle, until
 
@@ -188,7 +188,7 @@ async def test_prefetches_that_fail_at_any_stage_give_their_quota_back(tmp_path,
                 await cache.put(key, payload(key))
                 held.append(await cache.get(key))
         submit = cache._tier.read
-        for number in range(count("prefetches that fail at each stage")):
+        for number in rounds("prefetches that fail at each stage"):
             key = number % 8
             if stage == "absent":
                 assert cache.prefetch([1000 + number]) == 0
@@ -298,12 +298,13 @@ def test_loops_one_after_the_other_leave_nothing_in_a_process_with_little_to_loc
     try:
         if root:
             os.chown(folder, NOBODY, NOBODY)
-        rounds = count("loops one after the other")
-        result = python(LOOPS, folder / "kv", rounds, engine, NOBODY if root else 0, timeout=3000)
+        lives = count("loops one after the other")
+        result = python(LOOPS, folder / "kv", lives, engine, NOBODY if root else 0, timeout=3000)
         used, seen = json.loads(result.stdout)
         assert engine in ("auto", used)
         files, threads, rings = zip(*seen, strict=True)
-        assert len(seen) == rounds - 2
+        assert len(seen) == lives - 2
+        tally("loops one after the other", lives)
         assert max(files) <= files[0]
         assert max(rings) <= rings[0]
         assert max(threads) <= threads[0] + 8, "the kernel ends a ring's threads a little later"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from levels import count, seed
+from levels import count, seed, tally
 from sickkit import SMALL
 from storekit import BLOCK, KIB, MIB, allocated, blocks, check_idle, files_of, fill, payload, ring_refusal, settle
 
@@ -156,6 +156,7 @@ async def test_many_small_blocks_need_few_files_and_no_look_up_lists_a_directory
         for start in range(0, number, 1000):
             assert all(await cache.put_many((key, b"%08d" % key * 8) for key in range(start, start + 1000)))
         await cache.flush()
+        tally("small blocks in one store", number)
         assert len(os.listdir(tmp_path / "kv")) < 1000
         rng = random.Random(seed("small"))
         for name in ("listdir", "scandir", "walk"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from levels import count, seed
+from levels import count, rounds, seed, tally
 from sickkit import SMALL, sick
 from storekit import (
     BLOCK,
@@ -65,7 +65,7 @@ def test_blocks_freed_on_other_threads_never_overlap_and_none_is_lost():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for number in range(count("blocks freed on other threads")):
+        for number in rounds("blocks freed on other threads"):
             key, rows = rng.randrange(200), rng.randrange(1, 2000)
             data = b"%08d" % number * rows
             # Many shapes: their descriptors are shared, counted and freed with the views that use them.
@@ -100,7 +100,7 @@ def test_clears_between_evictions_spills_and_releases_keep_the_free_list_whole()
     table = Table(300_000, backed=True)
     views, spills, loads = deque[Any](), deque[Any](), deque[Any]()
     ends = {"cleared": 0, "spill under clear": 0, "load under clear": 0, "view under clear": 0}
-    for number in range(count("clears in the middle of things")):
+    for number in rounds("clears in the middle of things"):
         for key in rng.sample(range(40), 3):
             table.put(key, table.draft(bytes(rng.choice([0, 60, 3000, 20_000, 40_000]))))
         for key in rng.sample(range(40), 8):
@@ -237,6 +237,7 @@ async def test_results_reach_their_own_reader_when_request_numbers_wrap(tmp_path
         ]
         assert await asyncio.gather(*reads) == [True] * len(reads)
         assert ends.released == len(reads)
+        tally("reads over a ring whose numbers wrap", len(reads))
         for page, target in zip(pages, targets, strict=True):
             assert target == data[page * PAGE : (page + 1) * PAGE]
     assert rings[0].stale == 0
@@ -318,7 +319,7 @@ def test_a_new_directory_that_many_processes_open_at_once_has_one_owner_and_is_w
     ]  # fmt: skip
     try:
         assert {child.stdout.readline() for child in children} == {"ready\n"}
-        for round_ in range(count("openings of a new directory at once")):
+        for round_ in rounds("openings of a new directory at once"):
             directory = tmp_path / str(round_) / "made" / "kv"
             for child in children:
                 child.stdin.write(f"{directory}\n")

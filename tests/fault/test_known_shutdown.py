@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from levels import count, seed
+from levels import count, rounds, seed
 from sickkit import SMALL
 from storekit import blocks, fill, payload, python
 
@@ -73,7 +73,7 @@ def test_processes_that_end_anyhow_end_well(tmp_path):
     rng = random.Random(seed("exits"))
     start = rng.randrange(len(WAYS))
     slowest = 0.0
-    for number in range(count("exits")):
+    for number in rounds("exits"):
         how, engine = WAYS[(start + number) % len(WAYS)], ("auto", "threads", "aiofiles")[number % 3]
         began = time.monotonic()
         result = python(EXIT, tmp_path / "kv", how, rng.randrange(1 << 32), engine, check=False)
@@ -129,7 +129,7 @@ def test_closes_under_readers_on_threads_give_values_or_closed_errors_only(tmp_p
     rng = random.Random(seed("closes"))
     answers = {"value": 0, "closed": 0}
     troubles: list[BaseException] = []
-    for _ in range(count("closes under readers")):
+    for _ in rounds("closes under readers"):
         cache = asynckv.BlockingCache(tmp_path / "kv", **SMALL)
         ready = threading.Barrier(5)
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from levels import count, seed
+from levels import count, seed, tally
 from test_damage import PAGE, Golden, Image, Lab, both, lab, pages, patched, place, segments, take
 
 import asynckv
@@ -87,7 +87,7 @@ def test_what_a_repair_leaves(lab: Lab, clean: bool) -> None:
         problems += [f"{what}, after its repair: {each}" for each in found.problems]
         if found.lost > quiet.lost:
             problems.append(f"{what}: {found.lost} blocks lost, not {quiet.lost}")
-    print(f"{repaired} repaired")
+    tally("repaired damages", repaired)
     assert not problems, f"{len(problems)} problems, first " + "; ".join(problems[:6])
     assert repaired
 

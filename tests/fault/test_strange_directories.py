@@ -16,7 +16,7 @@ import socket
 import time
 
 import pytest
-from levels import count, seed
+from levels import rounds, seed
 from logkit import KIB, MIB, Disk, crash_copy, damage, fill, killed, segments_of, value_of
 
 from asynckv import Namespace
@@ -26,7 +26,7 @@ from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers import verify_directory
 from asynckv.tiers.layout import LOG_START, PAGE, SPARE_NAMES, SUPERBLOCK_NAME, segment_name
 from asynckv.tiers.repair import repair_directory
-from asynckv.tiers.report import LIVE, plain_key
+from asynckv.tiers.report import LIVE, key_of_wire
 
 OPEN_SECONDS_MAX = 5
 OURS, THEIRS = Namespace(model="ours"), Namespace(model="theirs")
@@ -466,7 +466,7 @@ async def test_any_mixture_gives_no_wrong_value_and_ends(path, tmp_path):
         right = await disk.get_all(range(40))
     golden2 = await shared(tmp_path / "again", tmp_path / "golden2", sealed=False)
     draw = random.Random(seed())
-    for _ in range(count("strange directories")):
+    for _ in rounds("strange directories"):
         place = tmp_path / "strange"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(golden2, place)
@@ -497,7 +497,7 @@ def test_verify_tells_what_an_opening_gives_and_a_repair_keeps_it(path, tmp_path
     foreign = asyncio.run(shared(tmp_path / "other", tmp_path / "foreign", sealed=False))
     draw = random.Random(seed())
     repaired = 0
-    for _ in range(count("strange directories")):
+    for _ in rounds("strange directories"):
         place, copy = tmp_path / "strange", tmp_path / "copy"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(killed_store, place)
@@ -510,7 +510,7 @@ def test_verify_tells_what_an_opening_gives_and_a_repair_keeps_it(path, tmp_path
         report = verify_directory(copy)
         found = asyncio.run(opened(place))
         space = report.spaces.get(OURS.digest())
-        live = {plain_key(*key) for key, block in space.keys.items() if block.state == LIVE} if space else set()
+        live = {key_of_wire(*key) for key, block in space.keys.items() if block.state == LIVE} if space else set()
         assert live == found.keys(), (done, report.all_damage)
         crash_copy_of_files(place, copy)
         if any(segment.orphaned for segment in verify_directory(copy).segments):

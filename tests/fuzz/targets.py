@@ -280,6 +280,7 @@ class SegmentTarget(Target):
         self.golden = []
         known = SegmentHeader.decode(files["0000000000000010.seg"])
         assert known is not None
+        self.header = known
         self.seed = segment_seed(known.store_id, known.namespace, NUMBER)
         for data in files.values():
             header = SegmentHeader.decode(data)
@@ -335,7 +336,7 @@ class SegmentTarget(Target):
             assert position <= found.offset < found.end <= size
             position = found.end
         assert scan.end == position
-        assert scan.durable_below <= max(LOG_START, scan.claim[0])
+        assert scan.known_durable(self.header, None, 0, ended=False) <= max(LOG_START, scan.claim[0])
         for cut in (scan.cut(1), scan.cut(1, len(scan.batches) + 1, 9), scan.cut(0, scan.footer_batches, 2**64 - 1)):
             assert cut is None or 0 <= cut <= len(scan.batches)
         result = []

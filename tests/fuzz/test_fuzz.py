@@ -6,7 +6,7 @@ import random
 
 import pytest
 from fuzz import TARGETS, execute
-from levels import count, level, seed
+from levels import count, level, seed, tally
 from mutator import CHANGES, mutate, page_starts, repair
 from stores import StoreTarget
 from targets import PageTarget, SegmentTarget, SnapshotTarget, TraceTarget
@@ -29,6 +29,7 @@ def test_changed_bytes_are_refused_or_consistent(kind):
             except Exception as error:
                 error.add_note(f"FUZZ_SEED={chosen} FUZZ_INPUT={index} python tests/fuzz/fuzz.py {kind.name}")
                 raise
+            tally("fuzzed inputs")
     finally:
         target.close()
 

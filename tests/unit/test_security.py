@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from levels import count
+from levels import count, tally
 from storekit import ring_refusal
 
 import asynckv
@@ -101,11 +101,13 @@ def worker(what: str, root: Path, most: int) -> None:
 @pytest.mark.timeout(3100)
 def test_planted_programs_are_never_run(memory_path):
     worker("planted", memory_path, count("planted programs"))
+    tally("planted programs", count("planted programs"))
 
 
 @pytest.mark.timeout(3100)
 def test_lengths_that_lie_take_no_memory(memory_path):
     worker("lying", memory_path, count("lying lengths"))
+    tally("lying lengths", count("lying lengths"))
 
 
 def test_importing_and_using_opens_no_socket(tmp_path):
