@@ -315,13 +315,16 @@ class Scheduler:
                 self._unreadable(reload.key)
         good = error is None and future.result()
         for gather, index in reload.waiters:
-            if good and current:
-                if not gather.future.done():
-                    gather.arrived(index, table.block(load))
-            elif current:
-                gather.failed(index)
-            else:
-                gather.again(index)
+            try:
+                if good and current:
+                    if not gather.future.done():
+                        gather.arrived(index, table.block(load))
+                elif current:
+                    gather.failed(index)
+                else:
+                    gather.again(index)
+            except Exception as failure:  # no memory for a view, say: the others are answered all the same
+                gather.broken(failure)
         reload.waiters.clear()
         self.kick()
         self.writer.go_on()  # a dropped block owes a tombstone
@@ -509,6 +512,7 @@ class Scheduler:
         self.table.recovering = True
         self._known = False
         self._recovery = self.loop.create_task(self._recover(), name="asynckv recovery")
+        self._recovery.add_done_callback(lambda _: self._recovery_over())
 
     async def _recover(self) -> None:
         assert self.tier is not None
@@ -519,11 +523,18 @@ class Scheduler:
             log.exception("asynckv: recovery ended early; what it did not reach are misses until the next opening")
             self.counters.io_errors += 1
         finally:
-            self.table.log_unknown |= not self._known
-            self.table.recovering = False
-            self._recovery = None
-            self._recovery_progress()
-            self.writer.go_on()
+            self._recovery_over()
+
+    def _recovery_over(self) -> None:
+        if self._recovery is None:
+            return
+        assert self.tier is not None
+        self.tier.recovery_over()  # also when the task was cancelled before its first step
+        self.table.log_unknown |= not self._known
+        self.table.recovering = False
+        self._recovery = None
+        self._recovery_progress()
+        self.writer.go_on()
 
     def _recovery_progress(self) -> None:
         """Let those look again whose key has turned up; all of them when the scan is over."""
@@ -534,7 +545,10 @@ class Scheduler:
                 timer.cancel()
             elif self._recovery is None or self.table.state(gather.keys[index]) != ABSENT:
                 timer.cancel()
-                gather.again(index)
+                try:
+                    gather.again(index)
+                except Exception as failure:
+                    gather.broken(failure)
             else:
                 self._recovery_waiters.append(waiter)
 

@@ -285,6 +285,11 @@ class Gather(Waiter):
         try:
             self._look(first)
         except Exception as error:
+            self.broken(error)
+
+    def broken(self, error: Exception) -> None:
+        """Something failed that is neither the disk's nor the pool's answer: the call ends with it."""
+        if not self.future.done():
             self.future.set_exception(error)
 
     def _without_room(self, index: int) -> bool:

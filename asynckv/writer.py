@@ -505,7 +505,7 @@ class Writer:
         """Write all that is left, what is on its way included; once more after a failure. True when that is done."""
         table, error = self.table, None
         for _ in range(CLOSE_TRIES):
-            if not (table.dirty_blocks or table.unbacked_blocks or self._in_flight or self._owes()):
+            if not (table.dirty_blocks or table.unbacked_blocks or self._in_flight or self._flushes or self._owes()):
                 return True
             try:
                 await self._write_all()

@@ -94,6 +94,9 @@ class Tier(Protocol):
     async def recover(self, progress: Callable[[], None]) -> None:
         """Read the log into the table, newest first."""
 
+    def recovery_over(self) -> None:
+        """Nobody waits for a recovery any more, ended or not."""
+
     async def prepare(self, nbytes: int) -> None:
         """Make sure that the next batch has room for blocks of `nbytes`."""
 

@@ -179,6 +179,8 @@ class DiskTier:
                 self._set.lost = max(self._set.lost, number)
         self._set.doubtful = 0
         for segment in self._set.own():
+            if segment.number not in opening.seals:
+                opening.damaged(f"the seal of segment {segment.number} is damaged")
             self._vouch(segment)
         self._set.next_number = max(self._set.next_number, head.next_number)
         self._log.sequence = max(self._log.sequence, head.sequence)
@@ -203,8 +205,8 @@ class DiskTier:
 
     async def _drop_snapshot(self) -> None:
         assert self._opening is not None
-        await remove_snapshot(self._set, self._opening.snapshot_charge)
         self._snapshot_valid = False
+        await remove_snapshot(self._set, self._opening.snapshot_charge)
 
     async def recover(self, progress: Callable[[], None]) -> None:
         """Read the segments into the table, newest first; the table's `recovering` is for the caller to set and reset.
@@ -220,9 +222,12 @@ class DiskTier:
         try:
             await recovery.run(progress)
         finally:
-            self.recovering = False
-            self._reclaimer.recovering = False
-            self._reclaimer.recovered.set()
+            self.recovery_over()
+
+    def recovery_over(self) -> None:
+        """Nobody waits for a recovery any more, ended or not."""
+        self.recovering = self._reclaimer.recovering = False
+        self._reclaimer.recovered.set()
 
     async def close(self, *, snapshot: bool) -> int:
         """Seal, write the snapshot, unlock. Operations that never ended are counted, not waited for."""
@@ -244,6 +249,7 @@ class DiskTier:
                 self._reclaimer.seal_behind(active)
             await self._reclaimer.drain()
             await self._reclaimer.remove_stillborn()
+            await self._reclaimer.drop_condemned()  # a snapshot would list them
             if self._recovery is not None:
                 await self._recovery.drop_cleared()
             whole = not self.recovering and all(s.sealed for s in self._set.own())

@@ -471,7 +471,8 @@ class Inspector:
                     report.damage.append("the claim is damaged")
                 limit = scan.known_durable(header, seal, 0, ended=False)
                 for found in scan.batches:
-                    self._copies(file, found, seed, limit)
+                    if found.offset < limit:
+                        self._copies(file, found, seed)
         if not report.complete:
             self._indexed_only(file, space)
         self._step(0)
@@ -489,8 +490,11 @@ class Inspector:
             report.damage.append("batches that had been written are missing")
         report.complete = cut is None
         batches = [(found, found.records()) for found in scan.batches]
+        durable = scan.counted() | {found.offset for found in scan.batches if found.offset < limit}
+        unsure = [found.offset not in durable for found in scan.batches]
         torn = [
-            file.run(verify_batch(found)) if self.verify and found.offset >= limit else [] for found in scan.batches
+            file.run(verify_batch(found)) if self.verify and each else []
+            for found, each in zip(scan.batches, unsure, strict=True)
         ]
         sizes = [(len(records), len(bad)) for (_, records), bad in zip(batches, torn, strict=True)]
         if seal is None or scan.were_torn(seal, sizes):
@@ -502,16 +506,14 @@ class Inspector:
             self.oldest_live = max(self.oldest_live, int(found.header.oldest_live))
             space.ended |= cut is not None and index < cut
             damaged = self._damaged(file, records)
-            if self.verify:
-                self._copies(file, found, seed, limit)
+            if self.verify and not unsure[index]:
+                self._copies(file, found, seed)
             self._count(report, space, records, damaged)
         space.ended |= cut is not None or scan.is_lossy(header, seal)
         space.expected_good = scan.previous_good if seal is None else seal.previous_good
 
-    def _copies(self, file: SegmentFile, found: Found, seed: int, limit: int) -> None:
+    def _copies(self, file: SegmentFile, found: Found, seed: int) -> None:
         """Hold the second copy of a durable batch's header against the first."""
-        if found.offset >= limit:
-            return
         if found.repaired:
             file.report.damage.append(f"the batch at {found.offset} has a damaged header")
             return

@@ -373,12 +373,16 @@ class Opening:
             await reclaimer.drop(stray)  # no store of this size has made it
         if self.set.charged > self.set.cap:
             await self.set.drop_spare()
+        given_up = 0
         while self.set.charged > self.set.cap or len(self.set) > SEGMENTS_MAX:
             oldest = self.set.oldest()
             if oldest is None:
                 break
             await reclaimer.drop(oldest)
             self.seals.pop(oldest.number, None)
+            given_up += 1
+        if given_up:
+            self.logger.warning("asynckv: open: above the disk cap, so the oldest segments were given up: %d", given_up)
         if self.set.charged > self.set.cap:
             await self.set.drop_spare()
         if self.set.charged > self.set.cap:

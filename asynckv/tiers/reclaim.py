@@ -126,20 +126,27 @@ class Reclaimer:
             if segment.stillborn:
                 await self.drop(segment)
 
+    async def drop_condemned(self) -> None:
+        """Remove what a recovery gave up, or find out that it still cannot be."""
+        while self.condemned:
+            segment = self.condemned.pop()
+            try:
+                await self.drop(segment)
+            except BaseException:
+                self.condemned.append(segment)
+                raise
+
     async def _new_segment(self) -> None:
         await self.remove_stillborn()
         if self.recovering and (not self.set.has_room() or self.set.has_suspects()):
             await self.recovered.wait()
-        while self.condemned:
-            await self.drop(self.condemned[-1])
-            self.condemned.pop()
+        await self.drop_condemned()
         if self.set.has_suspects():
             raise DiskError("what could not be recovered may be newer", operation="allocate", errno=errno.EIO)
+        if not self.set.lost:
+            await self._drop_snapshot()
         while not self.set.has_room():
             await self._reclaim_oldest(0)
-        if self.before_first_segment is not None:
-            await self.before_first_segment()
-            self.before_first_segment = None
         while True:
             try:
                 await self.set.create(self.log.sequence)
@@ -148,7 +155,14 @@ class Reclaimer:
                 if error.errno not in NO_SPACE or not await self._relieve():
                     raise
             else:
-                return
+                break
+        if self.set.lost:  # only now does another page tell so
+            await self._drop_snapshot()
+
+    async def _drop_snapshot(self) -> None:
+        if self.before_first_segment is not None:
+            await self.before_first_segment()
+            self.before_first_segment = None
 
     async def _relieve(self) -> bool:
         """The file system is full, of what others have written: give up the oldest segment, or say that it is no use.

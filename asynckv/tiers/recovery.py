@@ -311,6 +311,7 @@ class Recovery:
         header = self._header(segment, scan)
         if header is None:
             self.damaged(f"segment {segment.number} is unreadable")
+            self.set.doubtful = max(self.set.doubtful, segment.number)
             self.set.disown(segment)
             self._unreadable.add(segment.number)
             return
@@ -363,9 +364,10 @@ class Recovery:
         """
         result: list[tuple[Found, Records]] = []
         torn: list[list[int]] = []
+        counted = scan.counted()
         for found in scan.batches[first:]:
             records = found.records()
-            durable = found.offset < limit
+            durable = found.offset < limit or found.offset in counted
             bad: list[int] = []
             if found.repaired and durable:
                 self.damaged(f"a batch header of segment {segment.number} is damaged")

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asynckv._record import Records
+    from asynckv.tiers.report import Space
     from asynckv.tiers.segment import Segment
 
 __all__ = ["Repair", "repair_directory"]
@@ -305,16 +306,21 @@ class _Rewriter:
         chosen = [each for each in self.segments if self.reports[each.number].damage or not all_known]
         if not chosen:
             return []
-        with contextlib.suppress(FileNotFoundError):
-            if self.space.indexed:
-                os.unlink(SNAPSHOT_NAME, dir_fd=self.directory.fd)
-        os.fsync(self.directory.fd)
+        if all_known:
+            self._remove_snapshot(self.space)
         for segment in chosen:
             self._drop_damaged(segment)
         kept = {key for blocks in self.index.values() for key in blocks}
         for segment in chosen:
             self._rewrite(segment, kept, all_known)
+        self._remove_snapshot(self.space)  # perhaps nothing else told that something is missing
         return [segment.number for segment in chosen]
+
+    def _remove_snapshot(self, space: Space) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if space.indexed:
+                os.unlink(SNAPSHOT_NAME, dir_fd=self.directory.fd)
+        os.fsync(self.directory.fd)
 
     def _file(self, segment: Segment) -> SegmentFile:
         file = SegmentFile(self.directory, self.reports[segment.number])

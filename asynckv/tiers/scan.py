@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -118,6 +119,17 @@ class Scan:
         offsets = [batch.offset for batch in self.batches]
         exact = [synced for synced, good in self._claims() if bisect_left(offsets, synced) == good]
         return max(exact, default=LOG_START)
+
+    def counted(self) -> set[int]:
+        """Offsets of batches that were durable for sure: as many lie between two claims as the second counts more."""
+        offsets = [batch.offset for batch in self.batches]
+        found: set[int] = set()
+        claims = sorted({(LOG_START, 0), *self._claims()})
+        for (start, before), (end, good) in pairwise(claims):
+            between = offsets[bisect_left(offsets, start) : bisect_left(offsets, end)]
+            if len(between) == good - before:
+                found.update(between)
+        return found
 
     def _has_failed_write(self, seal: Seal | None) -> bool:
         """Whether one of the batches is a failed write that reached the disk all the same, perhaps in part."""

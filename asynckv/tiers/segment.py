@@ -556,10 +556,6 @@ class SegmentSet:
 
     async def retire(self, segment: Segment, *, recycle: bool = True) -> None:
         """Take a segment's name away, durably: it is made the spare if allowed and there is none, else unlinked."""
-        if segment.number < self.next_number:  # a higher one is no segment's and says nothing
-            numbers = (each.number for each in self._segments.values() if each is not segment)
-            others = [number for number in numbers if number < self.next_number]
-            self.oldest_live = max(self.oldest_live, min(others, default=segment.number + 1))
         if not segment.retired:
             recycle = recycle and self._recyclable(segment)
             if recycle:
@@ -571,6 +567,10 @@ class SegmentSet:
                 await self._unlink(segment.name)  # where somebody removed or replaced it, it is as dead as it gets
             segment.retired = True
         await self.backend.sync_directory()
+        if segment.number < self.next_number:  # a higher one is no segment's and says nothing
+            numbers = (each.number for each in self._segments.values() if not each.retired)
+            others = [number for number in numbers if number < self.next_number]
+            self.oldest_live = max(self.oldest_live, min(others, default=segment.number + 1))
 
     async def _make_spare_of(self, segment: Segment) -> bool:
         """Give a dead segment the spare file's name; False when something that is no file has one of the two."""

@@ -6,11 +6,17 @@ what was flushed last, what the second life put, or a miss: never a value that t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import functools
+import itertools
 import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from levels import count, tally
@@ -20,6 +26,7 @@ import asynckv
 from asynckv.testing import FaultyFiles, MemoryDisk, MemoryFiles, Script, error
 from asynckv.testing.values import block_of, key_of
 from asynckv.tiers.layout import parse_segment_name, segment_name
+from asynckv.tiers.repair import repair_directory
 
 KIB = 1 << 10
 PAGE = 4096
@@ -80,11 +87,14 @@ def simulation(memory_path: Path) -> Simulation:
     return Simulation(memory_path / "kv", SIZES, memory=256 * KIB, disk=8192 * KIB, segment=64 * KIB, direct=False)
 
 
-async def _store(simulation: Simulation, clean: bool) -> Files:
+async def _store(simulation: Simulation, way: str) -> Files:
     """Segments in which each key is there in several versions, the newest ones flushed."""
     disk = MemoryDisk()
     cache = await simulation.open(disk, record=True)
     for version in range(1, ROUNDS + 1):
+        if way == "opened again" and version == ROUNDS:
+            await cache.close()
+            cache = await simulation.open(disk, record=True)
         for index in KEYS:
             if (index, version) != (LAST, ROUNDS):
                 await cache.put(key_of(index), block_of(index, version, SIZES))
@@ -93,22 +103,26 @@ async def _store(simulation: Simulation, clean: bool) -> Files:
     await cache.flush()
     await cache.put(key_of(LAST), block_of(LAST, ROUNDS, SIZES))
     await cache.flush()
-    if not clean:
-        files = simulation.recording.content(mode="kill")
+    files = simulation.recording.content(mode="kill")
     await cache.close()
-    return {name: bytearray(data) for name, data in disk.content().items()} if clean else files
+    return files if way == "killed" else {name: bytearray(data) for name, data in disk.content().items()}
 
 
-async def _second_life(simulation: Simulation, files: Files, script: Script) -> dict[int, float]:
+async def _next_life(
+    simulation: Simulation, files: Files, script: Script | None = None, *, puts: int = 2
+) -> dict[int, float]:
     """What it flushed, and when: key to position in the journal."""
     disk = MemoryDisk(files)
+    script = script or Script()
     flushed: dict[int, float] = {}
     cache = await simulation.open(disk, record=True, files=FaultyFiles(script, MemoryFiles(disk)))
-    for index in list(KEYS)[:2]:
+    if not puts:
+        await simulation.values(cache, KEYS)
+    for index in list(KEYS)[:puts]:
         await cache.put(key_of(index), block_of(index, ROUNDS + 1, SIZES))
     try:
         await cache.flush()
-        flushed = dict.fromkeys(list(KEYS)[:2], simulation.recording.position())
+        flushed = dict.fromkeys(list(KEYS)[:puts], simulation.recording.position())
     except asynckv.DiskError:
         assert script.injected
     await cache.close()
@@ -116,23 +130,23 @@ async def _second_life(simulation: Simulation, files: Files, script: Script) -> 
 
 
 @pytest.mark.parametrize("stuck", [False, True], ids=["", "once-not-unlinked"])
-@pytest.mark.parametrize("clean", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("way", ["closed", "killed", "opened again"])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_loss_is_known_to_the_opening_after_the_next(
-    simulation: Simulation, damage: Callable[[Files, str], None], clean: bool, stuck: bool
+    simulation: Simulation, damage: Callable[[Files, str], None], way: str, stuck: bool
 ) -> None:
-    whole = simulation.run(_store(simulation, clean))
+    whole = simulation.run(_store(simulation, way))
     names = sorted(name for name in whole if name.endswith(".seg"))
     assert len(names) > 4
-    for name in names[-2:]:
-        if damage is gone and name == names[-1] and not clean:
-            continue  # nothing names it: that is the store of a moment before (docs/format.md)
+    for lost in (names[-1:], names[-2:-1], names[-2:], names[-3:]):
         files = {each: bytearray(data) for each, data in whole.items()}
-        damage(files, name)
-        script = Script()
-        if stuck:
-            script.add("unlink", error(errno.ENOMEM), nth=1)
-        flushed = simulation.run(_second_life(simulation, files, script))
+        for each in lost:
+            damage(files, each)
+
+        def script() -> Script:
+            return Script().add("unlink", error(errno.ENOMEM), nth=1) if stuck else Script()
+
+        flushed = simulation.run(_next_life(simulation, files, script()))
         journal = simulation.recording
         cuts = journal.cuts()
         for cut in cuts[:: max(len(cuts) // count("crash positions in each life of a sequence"), 1)]:
@@ -141,13 +155,19 @@ def test_a_loss_is_known_to_the_opening_after_the_next(
                 for index, version in found.items():
                     newest = ROUNDS + 1 if flushed.get(index, math.inf) <= cut else ROUNDS
                     allowed = {None} if index == REMOVED else {newest, ROUNDS + 1, None}
-                    assert version in allowed, f"{damage.__name__} {name}, cut {cut} {mode}: {index} is {version}"
-                tally("crash images after a loss", 2)
+                    assert version in allowed, f"{damage.__name__} {lost}, cut {cut} {mode}: {index} is {version}"
+                tally("crash images after a loss")
+        simulation.run(_next_life(simulation, files, script(), puts=0))
+        for before in (journal.content(), simulation.recording.content()):
+            simulation.run(_next_life(simulation, before))
+            for index, version in simulation.look(simulation.recording.content(mode="kill"), KEYS).items():
+                allowed = {None} if index == REMOVED else {ROUNDS, ROUNDS + 1, None}
+                assert version in allowed, f"{damage.__name__} {lost}, two lives later: {index} is {version}"
 
 
 def test_a_damaged_block_passes_for_no_torn_one_when_the_footer_is_damaged_too(simulation: Simulation) -> None:
     """A power loss took the claim: for the recovery that sealed the segment nothing in it had to be durable."""
-    files = simulation.run(_store(simulation, False))
+    files = simulation.run(_store(simulation, "killed"))
     name = max(each for each in files if each.endswith(".seg"))
     files[name][PAGE : 2 * PAGE] = bytes(PAGE)
     disk = MemoryDisk(files)
@@ -167,3 +187,103 @@ def test_a_damaged_block_passes_for_no_torn_one_when_the_footer_is_damaged_too(s
         assert found[REMOVED] is None
         assert set(found.values()) <= {ROUNDS, None}, f"page {place // PAGE}: {found}"
         assert list(found.values()).count(None) <= 2, f"page {place // PAGE}: {found}"
+
+
+class Arriving(MemoryFiles):
+    """Says of each write that it failed, while it is told to, and does it all the same."""
+
+    failing = False
+
+    def pwritev(self, fd, buffers, offset):  # type: ignore[no-untyped-def]
+        """Write."""
+        done = super().pwritev(fd, buffers, offset)
+        if self.failing:
+            raise OSError(errno.EIO, "it says")
+        return done
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["killed", "closed, footer damaged"])
+def test_damage_never_shows_a_failed_write_that_is_older_than_what_was_flushed(
+    simulation: Simulation, closed: bool
+) -> None:
+    disk = MemoryDisk()
+    arriving = Arriving(disk)
+
+    async def store() -> Files:
+        cache = await simulation.open(disk, record=True, files=arriving, segment=256 * KIB)
+        for version in (1, 2, 3):
+            await cache.put(key_of(0), block_of(0, version, SIZES))
+            arriving.failing = version == 2
+            if arriving.failing:
+                with pytest.raises(asynckv.DiskError):
+                    await cache.flush()
+            else:
+                await cache.flush()
+        files = simulation.recording.content(mode="kill")
+        await cache.close()
+        return files
+
+    files = simulation.run(store())
+    if closed:
+        files = {name: bytearray(data) for name, data in disk.content().items() if name != "index.snap"}
+    name = segment_name(1)
+    if closed:
+        files[name][-2 * PAGE + 40] ^= 1
+    for place in range(0, 20 * PAGE if not closed else len(files[name]) - 2 * PAGE, PAGE):
+        damaged = bytearray(files[name])
+        damaged[place + 100] ^= 1
+        found = simulation.look({**files, name: damaged}, range(1), segment=256 * KIB)
+        assert found[0] in (3, None), f"page {place // PAGE}"
+
+
+@pytest.mark.parametrize("fails", range(1, 9))
+def test_a_repair_that_fails_halfway_forgets_no_loss(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """Nothing but the snapshot tells that the newest segment is missing."""
+    path = memory_path / "kv"
+    options = {"memory": "256KiB", "disk": "8MiB", "segment": "64KiB"}
+
+    async def life(version: int) -> None:
+        async with asynckv.open(path, **options) as cache:
+            for index in range(2):
+                await cache.put(index, bytes([version]) * 8000)
+            if version == 2:
+                await cache.delete(1)
+
+    async def look() -> list[int | None]:
+        async with asynckv.open(path, **options) as cache:
+            return [None if block is None else block[0] for block in await cache.get_many(range(2))]
+
+    for version in (1, 2):
+        asyncio.run(life(version))
+    max(path.glob("*.seg")).unlink()
+    calls = itertools.count(1)
+
+    def failing(real: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if next(calls) == fails:
+            raise OSError(errno.ENOSPC, "no room")
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        for call in ("rename", "unlink", "fsync"):
+            patch.setattr(os, call, functools.partial(failing, getattr(os, call)))
+        with contextlib.suppress(OSError):
+            repair_directory(path)
+    assert asyncio.run(look()) == [None, None]
+
+
+@pytest.mark.parametrize("damage", [gone, one_page], ids=lambda damage: damage.__name__)
+def test_a_clean_close_keeps_nothing_that_its_recovery_gave_up(
+    simulation: Simulation, damage: Callable[[Files, str], None]
+) -> None:
+    """One name that cannot be removed the first time, and a life that only reads."""
+    files = simulation.run(_store(simulation, "killed"))
+    for name in sorted(each for each in files if each.endswith(".seg"))[-3:]:
+        damage(files, name)
+    lost = len([each for each in files.values() if len(each) == PAGE]) - 1  # but the superblock
+    script = Script().add("unlink", error(errno.EIO), nth=1)
+    simulation.run(_next_life(simulation, files, script, puts=0))
+    assert script.injected["unlink", "error"] == 1
+    left = [name for name in simulation.recording.content() if name.endswith(".seg")]
+    assert len(left) == lost

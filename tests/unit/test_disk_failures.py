@@ -130,3 +130,28 @@ async def test_a_failed_write_that_arrived_in_part_hides_no_older_value(path, tm
         damage(segment, segment.stat().st_size - 2 * 4096 + 20)
     async with Disk(crashed) as disk:
         assert await disk.get("key") == value_of("key")
+
+
+async def test_a_segment_whose_name_cannot_be_taken_away_is_not_called_dead(path, tmp_path, monkeypatch):
+    """What is written meanwhile would take it, and what is served from it, from the next opening."""
+
+    def failing(*args):
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(OSError(errno.EIO, "stays"))
+        return future
+
+    async with Disk(path, disk=4 * MIB, segment=64 * KIB) as disk:
+        await fill(disk, range(40), size=5000)
+        oldest = disk.tier._set.own()[0]
+        with monkeypatch.context() as patch:
+            for name in ("rename", "unlink"):
+                patch.setattr(disk.tier._set.backend, name, failing)
+            with pytest.raises(OSError):
+                await disk.tier._reclaimer.drop(oldest)
+        assert disk.tier._set.oldest_live <= oldest.number
+        await fill(disk, range(40, 60), size=5000)
+        crashed = crash_copy(path, tmp_path / "crashed")
+        await disk.tier._reclaimer.drop(oldest)
+        assert disk.tier._set.oldest_live == oldest.number + 1
+    async with Disk(crashed, disk=4 * MIB, segment=64 * KIB) as disk:
+        assert (await disk.get_all(range(60))).keys() == set(range(60))

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 
 import pytest
 from scripted_tier import build, finish, settle
@@ -370,4 +371,33 @@ async def test_a_large_batch_lets_the_loop_turn():
     beating.cancel()
     del got
     await asyncio.wait([beating])
+    await finish(scheduler, tier)
+
+
+async def test_no_memory_for_one_waiter_of_a_reload_is_that_one_s_error():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    gets = [asyncio.ensure_future(scheduler.gather([1])) for _ in range(3)]
+    await settle()
+    answers = [MemoryError()]
+
+    class Short:
+        """The table, which has no memory for the first view."""
+
+        def __getattr__(self, name):
+            return getattr(table, name)
+
+        def block(self, load):
+            if answers:
+                raise answers.pop()
+            return table.block(load)
+
+    scheduler.table = Short()
+    arrive(tier.reads[0])
+    found = await asyncio.gather(*gets, return_exceptions=True)
+    assert isinstance(found[0], MemoryError)
+    assert [bytes(got[0]) for got in found[1:]] == [b"\1" * 40 * KIB] * 2
+    scheduler.table = table
+    del found, gets
+    gc.collect()  # the error and its frames are a cycle
     await finish(scheduler, tier)

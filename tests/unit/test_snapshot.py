@@ -9,6 +9,7 @@ import pytest
 from logkit import KIB, MIB, Disk, allocated, fill, value_of
 
 from asynckv.backends import create_backend
+from asynckv.errors import CorruptStoreError
 from asynckv.testing import RecordingBackend
 from asynckv.tiers import verify_directory
 from asynckv.tiers.snapshot import TEMPORARY
@@ -116,3 +117,22 @@ async def test_a_snapshot_of_another_length_is_damage_to_an_opening_and_to_verif
     assert verify_directory(path).all_damage == ["the index snapshot is damaged"]
     async with Disk(path) as disk:
         assert disk.tier.damage == 1
+
+
+@pytest.mark.parametrize("pages", [(-1,), (0, -1)], ids=["seal", "header and seal"])
+async def test_a_segment_that_only_the_snapshot_vouches_for_is_damage(tmp_path, pages):
+    path = tmp_path / "kv"
+    async with Disk(path) as disk:
+        await fill(disk, range(20))
+    segment = min(path.glob("*.seg"))
+    data = bytearray(segment.read_bytes())
+    for page in pages:
+        start = page * 4096 % len(data)
+        data[start : start + 4096] = bytes(4096)
+    segment.write_bytes(data)
+    assert not verify_directory(path).ok
+    with pytest.raises(CorruptStoreError):
+        await Disk(path, recover="strict").open()
+    async with Disk(path) as disk:
+        assert disk.tier.damage == 1
+        assert len(await disk.get_all(range(20))) == 20

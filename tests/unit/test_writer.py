@@ -154,6 +154,19 @@ async def test_a_flush_whose_blocks_are_deleted_meanwhile_ends():
     await finish(scheduler, tier)
 
 
+async def test_a_flush_whose_blocks_are_deleted_meanwhile_ends_when_the_store_closes():
+    table, tier, scheduler = build()
+    tier.held = asyncio.Event()
+    put(scheduler, 1)
+    flush = asyncio.ensure_future(scheduler.writer.flush())
+    await settle()
+    assert table.remove(1) == 1
+    closing = asyncio.ensure_future(scheduler.close())
+    await settle()
+    tier.held.set()
+    await asyncio.wait_for(asyncio.gather(flush, closing), 5)
+
+
 async def test_a_failed_write_fails_the_flush_and_the_block_is_dirty_again():
     table, tier, scheduler = build()
     put(scheduler, 1)
