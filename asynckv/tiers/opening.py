@@ -187,6 +187,7 @@ class Opening:
         await self._remove_dead()
         named = self.unreadable | self.displaced | {seal.next for seal in self.seals.values()}
         self.set.doubtful = max(named, default=0)
+        self.set.shared = bool(evidence.named.keys() - {self.set.namespace})
 
     def _fixed_overhead(self, names: set[str]) -> int:
         entries = min(self.set.cap // self.set.segment_bytes + 8, SEGMENTS_MAX)

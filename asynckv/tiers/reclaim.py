@@ -11,8 +11,8 @@ Invariants
   which would come back when the block was dropped with the old segment and then deleted.
 * While the store recovers nothing is reclaimed: what is in the oldest segments is not known yet. New segments are made
   from the room that is there; when that is used up, appends wait for the recovery.
-* No segment is made while one is there that a recovery gave up, or as long as it is open whether the newest one is
-  lost: what tells the next recovery so would be hidden behind it.
+* No segment is made while one is there that a recovery gave up, nor before it is known whether the newest one is lost,
+  or the new one says so: what tells the next recovery would be hidden behind it.
 * When the file system is full below the cap, because of what others write, the oldest segments make room: few, and no
   more before something was written again.
 * A segment is sealed behind the back of the writer; before it is reclaimed its sealing has ended.
@@ -141,8 +141,7 @@ class Reclaimer:
         if self.recovering and (not self.set.has_room() or self.set.has_suspects()):
             await self.recovered.wait()
         await self.drop_condemned()
-        if self.set.has_suspects():
-            raise DiskError("what could not be recovered may be newer", operation="allocate", errno=errno.EIO)
+        self.set.settle_doubt()
         if not self.set.lost:
             await self._drop_snapshot()
         while not self.set.has_room():

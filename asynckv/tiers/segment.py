@@ -199,6 +199,8 @@ class SegmentSet:
     doubtful
         Number of a segment that may have been this namespace's, and newer than all that are left; 0 when there is none,
         or what is older is gone.
+    shared
+        There are pages of other namespaces.
     """
 
     def __init__(
@@ -225,6 +227,7 @@ class SegmentSet:
         self.oldest_live = 0
         self.lost = 0
         self.doubtful = 0
+        self.shared = False
         self.next_number = 1
         self.active: Segment | None = None
         self.spare: Spare | None = None
@@ -287,6 +290,20 @@ class SegmentSet:
         """Whether the newest segment may be lost: the next one would hide that from the next recovery."""
         own = self.own()
         return bool(own) and (own[-1].header is None or own[-1].number < self.doubtful)
+
+    def settle_doubt(self) -> None:
+        """Count what a recovery left open as lost, so that the next segment names it.
+
+        Raises
+        ------
+        DiskError
+            It may have been another namespace's, whose recovery has to see that it is lost.
+        """
+        own = self.own()
+        if own and own[-1].number < self.doubtful:
+            if self.shared:
+                raise DiskError("what could not be recovered may be newer", operation="allocate", errno=errno.EIO)
+            self.lost = max(self.lost, self.doubtful)
 
     def sealed_upto(self) -> int:
         """The highest number up to which all segments of ours are sealed."""
