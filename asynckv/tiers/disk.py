@@ -11,7 +11,7 @@ Order of things that keeps every promise through a crash; each part says more at
 2. a location is handed out after the write, and called durable after a sync that began later;
 3. a seal is written after a sync of everything it speaks of;
 4. a segment dies in this order: copies durable, name gone durably, index, readers, file;
-5. the snapshot is gone before the log changes.
+5. the snapshot is gone before the log changes, unless it alone tells that a segment is missing.
 """
 
 from __future__ import annotations

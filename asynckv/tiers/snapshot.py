@@ -4,7 +4,8 @@ Invariants
 ----------
 * It is a hint. Anything wrong with it, and the segments are scanned; records of it that were applied by then are the
   newest of their keys and stay.
-* It is gone, durably, before the first new segment exists. One that comes back all the same does not list that segment,
+* It is gone, durably, before the first new segment exists, but for one that lists a missing segment: that goes after,
+  because until then nothing else may tell. One that is there all the same does not list the new segment,
   and is refused.
 * It is written under another name, synced, renamed; and only when it fits below the cap.
 """
