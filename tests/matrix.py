@@ -118,13 +118,16 @@ PLACES: dict[str, Place] = {
 def run(name: str) -> str:
     """Run the suite in one place; a line about it that begins with OK, FAIL or LEFT OUT."""
     started = time.monotonic()
+    place = PLACES[name]
     try:
-        with PLACES[name]() as (command, folder, environment):
+        with place() as (command, folder, environment):
             given = {**os.environ, **environment}
             given |= {"TMPDIR": str(folder), "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
             given |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "tmp_path_retention_policy=failed"]
             arguments += [f"--basetemp={folder / 'tests'}", *shlex.split(os.environ.get("PYTEST_ARGS", ""))]
+            if place is ordinary_user:
+                arguments += ["-n", "0"]  # the limit is for all processes of the user together
             status = subprocess.run([*command, *arguments], cwd=ROOT, env=given).returncode
     except LeftOutError as reason:
         return f"LEFT OUT  {name}: {reason}"
