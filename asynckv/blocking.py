@@ -86,6 +86,7 @@ class _Runner:
             else:
                 self._opened.set_exception(error)
         finally:
+            self._accepting = False
             _Runner.live.discard(self)
 
     async def _main(self) -> None:
@@ -97,16 +98,22 @@ class _Runner:
             self._accepting = True
         _Runner.live.add(self)
         self._opened.set_result(None)
-        await self._stop.wait()
         try:
-            await cache.close()
-        finally:
-            self.final = cache.stats()
+            await self._stop.wait()
+        finally:  # also when a callback has ended the loop
+            self._accepting = False
+            try:
+                await cache.close()
+            finally:
+                self.final = cache.stats()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def _start(self, call: Callable[[Cache], Coroutine[Any, Any, T]], future: Future[T]) -> None:
-        if future.cancelled() or self._loop is None or self.cache is None:
+        if self._loop is None or self.cache is None:
+            return
+        if future.cancelled():
+            future.set_running_or_notify_cancel()  # who waits for several of them is told
             return
         task = self._loop.create_task(call(self.cache))
         self._tasks.add(task)

@@ -6,6 +6,8 @@ attribute of the exception and never part of its text: keys name what users aske
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AsyncKVError",
     "BlockTooLargeError",
@@ -114,6 +116,12 @@ class InternalError(AsyncKVError):
     """An invariant of asynckv itself broke: a bug of ours, never swallowed."""
 
 
+def _reduce(error: AsyncKVError) -> tuple[Any, ...]:
+    """How a copy in another process is made: an `OSError` would leave its number behind."""
+    number = {name: getattr(error, name) for name in ("errno", "strerror")}
+    return type(error), error.args, {**error.__dict__, **number}
+
+
 class UnsafeDirectoryError(AsyncKVError, PermissionError):
     """The store directory is a symlink, another user's, or writable by group or world.
 
@@ -138,6 +146,8 @@ class UnsafeDirectoryError(AsyncKVError, PermissionError):
         AsyncKVError.__init__(self, message, tier=tier, operation=operation, key=key, offset=offset)
         self.errno = errno
         self.strerror = message
+
+    __reduce__ = _reduce
 
     def about(self, path: str) -> None:
         """Name the store's directory in the text, unless it is there."""
@@ -169,6 +179,8 @@ class DiskError(AsyncKVError, OSError):
         AsyncKVError.__init__(self, message, tier=tier, operation=operation, key=key, offset=offset)
         self.errno = errno
         self.strerror = message
+
+    __reduce__ = _reduce
 
     def about(self, path: str) -> None:
         """Name the store's directory in the text, unless it is there."""

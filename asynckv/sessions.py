@@ -112,15 +112,14 @@ class Stream:
             self.stop()
             raise StopAsyncIteration
         key, gather, size = self._ahead[0]
-        if gather.future.done():
-            if self._cache._turn_is_due():
-                await self._cache._turn()
-        else:
-            try:
+        try:
+            if not gather.future.done():
                 await asyncio.wait([gather.future])
-            except asyncio.CancelledError:
-                self.stop()
-                raise
+            elif self._cache._turn_is_due():
+                await self._cache._turn()
+        except asyncio.CancelledError:
+            self.stop()
+            raise
         if self._done:  # stopped while it waited
             raise ClosedError("the cache was closed") if self._cut else StopAsyncIteration
         self._ahead.popleft()

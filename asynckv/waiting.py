@@ -41,8 +41,12 @@ _arrivals = itertools.count()
 
 
 def plain_key(key: Any) -> int | bytes | str:
-    """The key as the plain object that dictionaries compare by value."""
-    return key if isinstance(key, (int, bytes, str)) else operator.index(key)
+    """The key as the plain object that dictionaries compare by value, whatever a subclass makes of that."""
+    if type(key) in (int, bytes, str):
+        return key  # type: ignore[no-any-return]
+    if isinstance(key, str):
+        return str.__str__(key)
+    return bytes.__getitem__(key, slice(None)) if isinstance(key, bytes) else int.__index__(operator.index(key))
 
 
 class RoomQueue(OrderedDict["Waiter", float]):

@@ -139,6 +139,8 @@ class DiskTier:
             return
         if opening.snapshot_size >= 0 and await self._load_snapshot(opening) and mode != "strict":
             return
+        if self._snapshot_valid:  # strict: the recovery may drop what the snapshot lists
+            await self._reclaimer.drop_snapshot()
         self.recovering = True
         self._reclaimer.recovering = True
         self._reclaimer.recovered.clear()
@@ -250,6 +252,9 @@ class DiskTier:
             await self._reclaimer.drain()
             await self._reclaimer.remove_stillborn()
             await self._reclaimer.drop_condemned()  # a snapshot would list them
+            for segment in self._set.own():
+                if segment.retired:  # its name is gone, which could not be made durable
+                    await self._reclaimer.drop(segment)
             if self._recovery is not None:
                 await self._recovery.drop_cleared()
             whole = not self.recovering and all(s.sealed for s in self._set.own())

@@ -79,7 +79,7 @@ class Opening:
     set
         The segments, own and foreign.
     displaced
-        Numbers of segments of this namespace that were met under another name.
+        Numbers of segments of this namespace that were met under another name, or that a snapshot lists and are gone.
     unreadable
         Numbers of files that are no segment any more and may have been one of this namespace.
     seals
@@ -169,11 +169,19 @@ class Opening:
         for peek in peeks:
             evidence.learn(peek.header, peek.seal)
         if self.snapshot_size >= 0:
-            with contextlib.suppress(OSError):
+            try:
                 head = await peek_snapshot(self.backend, self.snapshot_size)
+            except OSError as error:
+                if error.errno in OUR_SHORTAGE:
+                    raise
+                self.snapshot_whole = False
+            else:
                 evidence.learn_snapshot(head)
-                listed = {number for number, _ in head.segments} if head is not None else set[int]()
-                self.snapshot_whole = listed <= {segment.number for segment in found}
+                if head is not None and head.store_id == self.set.store_id:
+                    gone = {number for number, _ in head.segments} - {segment.number for segment in found}
+                    self.snapshot_whole = not gone
+                    if head.namespace == self.set.namespace:
+                        self.displaced |= gone
         ours = self.set.namespace
         for segment, peek in zip(found, peeks, strict=True):
             if evidence.learn_claim(segment.number, peek.claim, (ours, peek.space)) == ours:
@@ -359,8 +367,7 @@ class Opening:
                 self.set.disown(segment)
             else:
                 await self._discard(segment)
-        if own:
-            await self.backend.sync_directory()
+                await self.backend.sync_directory()  # the oldest first, also after a power loss
 
     async def enforce_cap(self, reclaimer: Reclaimer) -> None:
         """Drop the oldest segments until the directory is below the cap.

@@ -93,6 +93,8 @@ class Reclaimer:
             await self._prepare(nbytes)
 
     async def _prepare(self, nbytes: int) -> None:
+        if self.set.active is not None:  # it could not be removed when that was made
+            await self.drop_snapshot()
         if self.set.starved:  # by a write that found no blocks
             await self._relieve()
         share = min(nbytes, self.set.segment_bytes // BATCH_SHARE)
@@ -143,7 +145,7 @@ class Reclaimer:
         await self.drop_condemned()
         self.set.settle_doubt()
         if not self.set.lost:
-            await self._drop_snapshot()
+            await self.drop_snapshot()
         while not self.set.has_room():
             await self._reclaim_oldest(0)
         while True:
@@ -156,9 +158,10 @@ class Reclaimer:
             else:
                 break
         if self.set.lost:  # only now does another page tell so
-            await self._drop_snapshot()
+            await self.drop_snapshot()
 
-    async def _drop_snapshot(self) -> None:
+    async def drop_snapshot(self) -> None:
+        """Remove the snapshot, if that is still to be done."""
         if self.before_first_segment is not None:
             await self.before_first_segment()
             self.before_first_segment = None

@@ -40,7 +40,7 @@ from asynckv._record import (
     write_batch,
     write_disk_entries,
 )
-from asynckv.config import Config, default_segment
+from asynckv.config import SEGMENT_MIN, Config
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.directory import Directory
 from asynckv.tiers.disk import DiskTier
@@ -210,7 +210,7 @@ def _repair_space(
         directory=os.fsdecode(path),
         memory=1 << 16,
         disk=1 << 62,
-        segment=_segment_bytes(path, digest) or max(sizes, default=default_segment(0)),
+        segment=_segment_bytes(path, digest) or max(SEGMENT_MIN, *sizes),
         engine="threads",
         direct=False,
         io_timeout=_TIMEOUT,

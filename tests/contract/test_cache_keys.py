@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import numpy as np
@@ -71,6 +72,49 @@ async def test_a_subclass_of_str_or_bytes_is_the_same_key(tmp_path):
         assert bytes(await cache.get("k")) == b"v"
         await cache.put(np.bytes_(b"raw"), b"w")
         assert bytes(await cache.get(b"raw")) == b"w"
+
+
+class Folded(str):
+    """Equal whatever the case, and with other bytes of its own."""
+
+    __slots__ = ()
+
+    def __eq__(self, other):
+        return isinstance(other, str) and self.lower() == other.lower()
+
+    def __hash__(self):
+        return hash(self.lower())
+
+    def encode(self, *args, **named):  # type: ignore[override]
+        return b"other"
+
+
+class Tens(int):
+    """Equal when the last digit is."""
+
+    def __eq__(self, other):
+        return isinstance(other, int) and int(self) % 10 == int(other) % 10
+
+    def __hash__(self):
+        return int(self) % 10
+
+
+@pytest.mark.parametrize(("first", "second"), [(Folded("KEY"), Folded("key")), (Tens(1), Tens(11))], ids=["str", "int"])
+async def test_a_subclass_with_an_equality_of_its_own_changes_nothing(tmp_path, first, second):
+    await fill(tmp_path / "kv", {first: payload(1)}, **SMALL)
+    await fill(tmp_path / "kv", {second: payload(2)}, **SMALL)
+    keys = [first, second, first, second]
+    right = [payload(1), payload(2)] * 2
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert [bytes(block) for block in await asyncio.gather(*map(cache.get, keys))] == right
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert [bytes(block) for block in await cache.get_many(keys)] == right
+        assert await cache.put("other", b"stays")
+        assert await cache.delete_many([first, second]) == 2
+        assert await cache.get_many(keys) == [None] * 4
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert await cache.get_many(keys) == [None] * 4
+        assert bytes(await cache.get("other")) == b"stays"
 
 
 @pytest.mark.parametrize(

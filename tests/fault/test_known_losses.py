@@ -287,3 +287,129 @@ def test_a_clean_close_keeps_nothing_that_its_recovery_gave_up(
     assert script.injected["unlink", "error"] == 1
     left = [name for name in simulation.recording.content() if name.endswith(".seg")]
     assert len(left) == lost
+
+
+async def _life(simulation: Simulation, files: Files, version: int, **options: Any) -> Files:
+    """Key 0 has this version, key 1 none any more; closed cleanly."""
+    disk = MemoryDisk(files)
+    cache = await simulation.open(disk, record=True, **options)
+    for index in range(2):
+        await cache.put(key_of(index), block_of(index, version, SIZES))
+    await cache.flush()
+    await cache.delete(key_of(1))
+    await cache.close()
+    return {name: bytearray(data) for name, data in disk.content().items()}
+
+
+def _is_right(found: dict[int, int | None]) -> bool:
+    return found[0] in (2, None) and found[1] is None
+
+
+@pytest.fixture
+def newest_missing(simulation: Simulation) -> Files:
+    """Nothing but the snapshot tells that there was a newer segment."""
+    files = simulation.run(_life(simulation, simulation.run(_life(simulation, {}, 1)), 2))
+    del files[max(name for name in files if name.endswith(".seg"))]
+    return files
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("operation", ["open", "preadv"])
+def test_a_snapshot_that_cannot_be_read_is_believed_in_what_it_misses(
+    simulation: Simulation, newest_missing: Files, operation: str, number: int
+) -> None:
+    async def look(nth: int) -> tuple[bool, Files]:
+        disk = MemoryDisk(newest_missing)
+        script = Script().add(operation, error(number), nth=nth)
+        with contextlib.suppress(asynckv.AsyncKVError):
+            cache = await simulation.open(disk, files=FaultyFiles(script, MemoryFiles(disk)))
+            assert _is_right(await simulation.values(cache, range(2))), f"call {nth}"
+            await cache.close()
+        return bool(script.injected), {name: bytearray(data) for name, data in disk.content().items()}
+
+    for nth in itertools.count(1):
+        injected, files = simulation.run(look(nth))
+        assert _is_right(simulation.look(files, range(2))), f"after call {nth}"
+        if not injected:
+            break
+    assert nth > 3
+
+
+def test_a_snapshot_with_a_damaged_body_is_believed_in_what_it_misses(
+    simulation: Simulation, newest_missing: Files
+) -> None:
+    for place in range(PAGE, len(newest_missing["index.snap"]), 50):
+        damaged = bytearray(newest_missing["index.snap"])
+        damaged[place] ^= 1
+        assert _is_right(simulation.look({**newest_missing, "index.snap": damaged}, range(2)))
+
+
+def test_a_snapshot_that_stays_is_removed_before_the_next_batch(simulation: Simulation, newest_missing: Files) -> None:
+    """It alone tells of the loss, and is to go after the new segment is there; that fails once."""
+    for nth in range(1, 6):
+        disk = MemoryDisk(newest_missing)
+        script = Script().add("unlink", error(errno.EIO), nth=nth)
+
+        async def life(disk: MemoryDisk = disk, script: Script = script) -> None:
+            cache = await simulation.open(disk, record=True, files=FaultyFiles(script, MemoryFiles(disk)))
+            for _ in range(3):
+                await cache.put(key_of(0), block_of(0, 3, SIZES))
+                with contextlib.suppress(asynckv.DiskError):
+                    await cache.flush()
+            killed = simulation.recording.content(mode="kill")
+            await cache.close()
+            disk.names = MemoryDisk(killed).names
+
+        simulation.run(life())
+        files = {name: bytearray(data) for name, data in disk.content().items()}
+        one_page(files, max(name for name in files if name.endswith(".seg")))
+        assert simulation.look(files, range(2))[0] != 1, f"call {nth}"
+
+
+@pytest.mark.parametrize("way", ["strict", "a sync that failed"])
+def test_a_clean_store_is_not_called_damaged(memory_path: Path, way: str) -> None:
+    """After a strict opening that drops what a clear ended, and after a name that went and was not made durable."""
+    simulation = Simulation(memory_path / "kv", SIZES, memory=128 * KIB, disk=300 * KIB, segment=64 * KIB, direct=False)
+
+    async def store(nth: int) -> tuple[MemoryDisk, bool]:
+        disk = MemoryDisk()
+        script = Script()
+        if way != "strict":
+            script.add("sync_directory", error(errno.EIO), nth=nth)
+        cache = await simulation.open(disk, files=FaultyFiles(script, MemoryFiles(disk)))
+        for number in range(30):
+            await cache.put(key_of(number % 12), block_of(number % 12, number, SIZES))
+            with contextlib.suppress(asynckv.DiskError):
+                await cache.flush()
+        if way == "strict":
+            await cache.close()
+            cache = await simulation.open(disk)
+            await cache.clear()
+            await cache.put(key_of(0), block_of(0, 99, SIZES))
+        await cache.close()
+        return disk, bool(script.injected)
+
+    async def strict(disk: MemoryDisk) -> None:
+        await (await simulation.open(disk, recover="strict")).close()
+
+    for nth in range(1, 20):
+        with contextlib.suppress(asynckv.DiskError):
+            disk, injected = simulation.run(store(nth))
+            for _ in range(2):
+                simulation.run(strict(disk))
+            if not injected:
+                break
+
+
+def test_a_store_that_is_emptied_comes_back_in_no_part(simulation: Simulation) -> None:
+    files = simulation.run(_life(simulation, simulation.run(_life(simulation, {}, 1)), 2))
+
+    async def none() -> None:
+        await (await simulation.open(MemoryDisk(files), record=True, recover="none")).close()
+
+    simulation.run(none())
+    journal = simulation.recording
+    for cut in journal.cuts():
+        for number in range(8):
+            left = journal.content(cut=cut, mode="torn", random=random.Random(number))
+            assert _is_right(simulation.look(left, range(2)))

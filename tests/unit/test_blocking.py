@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +200,31 @@ def test_cancelled_future(cache):
         with pytest.raises(CancelledError):
             future.result()
     assert cache.get(1) is None
+
+
+def test_who_waits_for_futures_hears_of_one_that_was_cancelled_before_it_began(cache):
+    assert cache.put("a", b"x")
+    futures = []
+    for _ in range(20):
+        futures.append(cache.submit_get_many_into(["a"], [bytearray(1)]))
+        futures[-1].cancel()
+    assert not wait(futures, timeout=20).not_done
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_ends_the_loop_closes_the_store(tmp_path):
+    cache = BlockingCache(tmp_path / "store", memory="1MiB", disk="16MiB")
+    assert cache.put("a", b"x")
+    future = cache.submit_get_many_into(["a"], [bytearray(1)])
+    future.add_done_callback(lambda _: sys.exit(3))
+    future.result(20)
+    cache._runner.join()
+    with pytest.raises(ClosedError):
+        cache.get("a")
+    cache.close()
+    assert cache.closed
+    with BlockingCache(tmp_path / "store", memory="1MiB", disk="16MiB") as again:
+        assert again.get("a") == b"x"
 
 
 def test_opening_errors_come_from_the_constructor(tmp_path):
