@@ -209,7 +209,14 @@ class Run:
 
 def copy_of_killed(store: Path, target: Path) -> None:
     """Copy an open store as a kill would leave it. The lock stays behind: closing it here would drop our own."""
-    shutil.copytree(store, target, ignore=shutil.ignore_patterns("lock"))
+    for _ in range(20):
+        try:
+            shutil.copytree(store, target, ignore=shutil.ignore_patterns("lock"))
+        except shutil.Error:  # a segment that was listed is gone: the store is at work
+            shutil.rmtree(target)
+        else:
+            return
+    raise AssertionError("no copy of the store could be taken")
     target.chmod(0o700)
 
 

@@ -237,8 +237,7 @@ async def test_prefetches_that_fail_at_any_stage_give_their_quota_back(tmp_path,
         await until(lambda: cache.stats().disk_state == "ok")
         if stage != "cleared":
             assert cache.prefetch(range(16, 24)) == sum(cache.tier(key) == "disk" for key in range(16, 24))
-            await settle(cache)
-            assert all(cache.tier(key) == "memory" for key in range(16, 24))
+            await until(lambda: all(cache.tier(key) == "memory" for key in range(16, 24)))
         await whole(cache)
 
 
