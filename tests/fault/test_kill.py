@@ -215,9 +215,9 @@ def copy_of_killed(store: Path, target: Path) -> None:
         except shutil.Error:  # a segment that was listed is gone: the store is at work
             shutil.rmtree(target)
         else:
+            target.chmod(0o700)
             return
     raise AssertionError("no copy of the store could be taken")
-    target.chmod(0o700)
 
 
 class Campaign:
