@@ -210,7 +210,7 @@ def _repair_space(
         directory=os.fsdecode(path),
         memory=1 << 16,
         disk=1 << 62,
-        segment=_segment_bytes(path, digest) or max(SEGMENT_MIN, *sizes),
+        segment=_segment_bytes(path, digest) or max([SEGMENT_MIN, *sizes]),
         engine="threads",
         direct=False,
         io_timeout=_TIMEOUT,
