@@ -86,7 +86,6 @@ class _Runner:
             else:
                 self._opened.set_exception(error)
         finally:
-            self._accepting = False
             _Runner.live.discard(self)
 
     async def _main(self) -> None:

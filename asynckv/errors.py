@@ -116,13 +116,22 @@ class InternalError(AsyncKVError):
     """An invariant of asynckv itself broke: a bug of ours, never swallowed."""
 
 
-def _reduce(error: AsyncKVError) -> tuple[Any, ...]:
-    """How a copy in another process is made: an `OSError` would leave its number behind."""
-    number = {name: getattr(error, name) for name in ("errno", "strerror")}
-    return type(error), error.args, {**error.__dict__, **number}
+class _SystemError(AsyncKVError):
+    """What those have in common that are an `OSError` as well."""
+
+    errno: int | None
+    strerror: str | None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an `OSError` leaves its number behind when it is copied
+        return type(self), self.args, {**self.__dict__, "errno": self.errno, "strerror": self.strerror}
+
+    def about(self, path: str) -> None:
+        """Name the store's directory in the text, unless it is there."""
+        super().about(path)
+        self.strerror = self.message
 
 
-class UnsafeDirectoryError(AsyncKVError, PermissionError):
+class UnsafeDirectoryError(_SystemError, PermissionError):
     """The store directory is a symlink, another user's, or writable by group or world.
 
     Parameters
@@ -147,15 +156,8 @@ class UnsafeDirectoryError(AsyncKVError, PermissionError):
         self.errno = errno
         self.strerror = message
 
-    __reduce__ = _reduce
 
-    def about(self, path: str) -> None:
-        """Name the store's directory in the text, unless it is there."""
-        super().about(path)
-        self.strerror = self.message
-
-
-class DiskError(AsyncKVError, OSError):
+class DiskError(_SystemError, OSError):
     """The disk could not do what a caller was promised, such as a flush.
 
     Parameters
@@ -179,10 +181,3 @@ class DiskError(AsyncKVError, OSError):
         AsyncKVError.__init__(self, message, tier=tier, operation=operation, key=key, offset=offset)
         self.errno = errno
         self.strerror = message
-
-    __reduce__ = _reduce
-
-    def about(self, path: str) -> None:
-        """Name the store's directory in the text, unless it is there."""
-        super().about(path)
-        self.strerror = self.message

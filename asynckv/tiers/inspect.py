@@ -489,24 +489,19 @@ class Inspector:
         if cut is not None:
             report.damage.append("batches that had been written are missing")
         report.complete = cut is None
-        batches = [(found, found.records()) for found in scan.batches]
-        durable = scan.counted() | {found.offset for found in scan.batches if found.offset < limit}
-        unsure = [found.offset not in durable for found in scan.batches]
-        torn = [
-            file.run(verify_batch(found)) if self.verify and each else []
-            for found, each in zip(scan.batches, unsure, strict=True)
-        ]
-        sizes = [(len(records), len(bad)) for (_, records), bad in zip(batches, torn, strict=True)]
-        if seal is None or scan.were_torn(seal, sizes):
-            for (_, records), bad in zip(batches, torn, strict=True):
-                for each in bad:  # it never was acknowledged: what was there before counts
-                    records.discard(each)
-        for index, (found, records) in reversed(list(enumerate(batches))):
+        known = scan.durable(limit)
+        batches: list[tuple[Records, list[int]]] = []
+        for found in scan.batches:
+            unsure = self.verify and found.offset not in known
+            batches.append((found.records(), file.run(verify_batch(found)) if unsure else []))
+        scan.leave_out_torn(seal, batches)
+        for index in range(len(batches) - 1, -1, -1):
+            found, records = scan.batches[index], batches[index][0]
             space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))
             self.oldest_live = max(self.oldest_live, int(found.header.oldest_live))
             space.ended |= cut is not None and index < cut
             damaged = self._damaged(file, records)
-            if self.verify and not unsure[index]:
+            if self.verify and found.offset in known:
                 self._copies(file, found, seed)
             self._count(report, space, records, damaged)
         space.ended |= cut is not None or scan.is_lossy(header, seal)

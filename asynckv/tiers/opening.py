@@ -169,19 +169,7 @@ class Opening:
         for peek in peeks:
             evidence.learn(peek.header, peek.seal)
         if self.snapshot_size >= 0:
-            try:
-                head = await peek_snapshot(self.backend, self.snapshot_size)
-            except OSError as error:
-                if error.errno in OUR_SHORTAGE:
-                    raise
-                self.snapshot_whole = False
-            else:
-                evidence.learn_snapshot(head)
-                if head is not None and head.store_id == self.set.store_id:
-                    gone = {number for number, _ in head.segments} - {segment.number for segment in found}
-                    self.snapshot_whole = not gone
-                    if head.namespace == self.set.namespace:
-                        self.displaced |= gone
+            await self._learn_snapshot({segment.number for segment in found})
         ours = self.set.namespace
         for segment, peek in zip(found, peeks, strict=True):
             if evidence.learn_claim(segment.number, peek.claim, (ours, peek.space)) == ours:
@@ -196,6 +184,23 @@ class Opening:
         named = self.unreadable | self.displaced | {seal.next for seal in self.seals.values()}
         self.set.doubtful = max(named, default=0)
         self.set.shared = bool(evidence.named.keys() - {self.set.namespace})
+
+    async def _learn_snapshot(self, present: set[int]) -> None:
+        """Note which segments there were when the snapshot was written."""
+        try:
+            head = await peek_snapshot(self.backend, self.snapshot_size)
+        except OSError as error:
+            if error.errno in OUR_SHORTAGE:
+                raise
+            self.snapshot_whole = False
+            return
+        self._evidence.learn_snapshot(head)
+        if head is None or head.store_id != self.set.store_id:
+            return
+        gone = {number for number, _ in head.segments} - present
+        self.snapshot_whole = not gone
+        if head.namespace == self.set.namespace:
+            self.displaced |= gone
 
     def _fixed_overhead(self, names: set[str]) -> int:
         entries = min(self.set.cap // self.set.segment_bytes + 8, SEGMENTS_MAX)

@@ -363,11 +363,11 @@ class Recovery:
         The seal is that of a damaged footer: it tells whether they were torn by then or are damaged since.
         """
         result: list[tuple[Found, Records]] = []
-        torn: list[list[int]] = []
-        counted = scan.counted()
+        torn: list[tuple[Records, list[int]]] = []
+        known = scan.durable(limit)
         for found in scan.batches[first:]:
             records = found.records()
-            durable = found.offset < limit or found.offset in counted
+            durable = found.offset in known
             bad: list[int] = []
             if found.repaired and durable:
                 self.damaged(f"a batch header of segment {segment.number} is damaged")
@@ -381,14 +381,9 @@ class Recovery:
                     self._corrupt(segment, len(bad))
                     bad = []
             result.append((found, records))
-            torn.append(bad)
-        sizes = [(len(records), len(bad)) for (_, records), bad in zip(result, torn, strict=True)]
-        were_torn = seal is None or scan.were_torn(seal, sizes)
-        for (_, records), bad in zip(result, torn, strict=True):
-            if not were_torn:  # a get misses it, and does not find the value before
-                self._corrupt(segment, len(bad))
-            for index in bad if were_torn else ():
-                records.discard(index)
+            torn.append((records, bad))
+        if not scan.leave_out_torn(seal, torn):  # a get misses them, and does not find the value before
+            self._corrupt(segment, sum(len(bad) for _, bad in torn))
         return result
 
     def _corrupt(self, segment: Segment, blocks: int) -> None:

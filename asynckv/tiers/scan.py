@@ -120,10 +120,13 @@ class Scan:
         exact = [synced for synced, good in self._claims() if bisect_left(offsets, synced) == good]
         return max(exact, default=LOG_START)
 
-    def counted(self) -> set[int]:
-        """Offsets of batches that were durable for sure: as many lie between two claims as the second counts more."""
+    def durable(self, limit: int) -> set[int]:
+        """Offsets of the batches that were durable: those below `known_durable`, and those that claims count singly.
+
+        The latter lie between two claims of which the second counts as many more.
+        """
         offsets = [batch.offset for batch in self.batches]
-        found: set[int] = set()
+        found = {offset for offset in offsets if offset < limit}
         claims = sorted({(LOG_START, 0), *self._claims()})
         for (start, before), (end, good) in pairwise(claims):
             between = offsets[bisect_left(offsets, start) : bisect_left(offsets, end)]
@@ -165,16 +168,25 @@ class Scan:
             limit = max(limit, self.batches[expected_good - 1].end)
         return limit
 
-    def were_torn(self, seal: Seal, batches: Sequence[tuple[int, int]]) -> bool:
-        """Whether bad blocks were torn before a damaged footer was written: what else there is is just what it listed.
+    def leave_out_torn(self, seal: Seal | None, batches: Sequence[tuple[Records, Sequence[int]]]) -> bool:
+        """Discard the bad records, for which what was there before counts; False, and they stay, when they are damaged.
 
         Parameters
         ----------
         seal
-            Says how many batches and records that were.
+            That of a damaged footer, which listed what was whole by then; None when there is none.
         batches
-            Records of each batch, and how many of them are bad.
+            Records of each batch, and the indices of those whose bytes are bad though they need not have been durable.
         """
+        if seal is not None and not self._were_torn(seal, [(len(records), len(bad)) for records, bad in batches]):
+            return False
+        for records, bad in batches:
+            for index in bad:
+                records.discard(index)
+        return True
+
+    def _were_torn(self, seal: Seal, batches: Sequence[tuple[int, int]]) -> bool:
+        """Whether what is whole is just what the footer listed, by records of each batch and how many are bad."""
         failed = len(self.batches) - seal.batches  # writes that it listed nothing of
         if failed:
             whole = [records for records, bad in batches if not bad]

@@ -299,11 +299,10 @@ class SegmentSet:
         DiskError
             It may have been another namespace's, whose recovery has to see that it is lost.
         """
-        own = self.own()
-        if own and (own[-1].header is None or own[-1].number < self.doubtful):
+        if self.has_suspects():
             if self.shared:
                 raise DiskError("what could not be recovered may be newer", operation="allocate", errno=errno.EIO)
-            self.lost = max(self.lost, self.doubtful, own[-1].number if own[-1].header is None else 0)
+            self.lost = max(self.lost, self.doubtful, self.own()[-1].number)
 
     def sealed_upto(self) -> int:
         """The highest number up to which all segments of ours are sealed."""

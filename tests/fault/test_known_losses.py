@@ -87,6 +87,11 @@ def simulation(memory_path: Path) -> Simulation:
     return Simulation(memory_path / "kv", SIZES, memory=256 * KIB, disk=8192 * KIB, segment=64 * KIB, direct=False)
 
 
+def _left(disk: MemoryDisk) -> Files:
+    """What is on a disk, to be damaged."""
+    return {name: bytearray(data) for name, data in disk.content().items()}
+
+
 async def _store(simulation: Simulation, way: str) -> Files:
     """Segments in which each key is there in several versions, the newest ones flushed."""
     disk = MemoryDisk()
@@ -105,7 +110,7 @@ async def _store(simulation: Simulation, way: str) -> Files:
     await cache.flush()
     files = simulation.recording.content(mode="kill")
     await cache.close()
-    return files if way == "killed" else {name: bytearray(data) for name, data in disk.content().items()}
+    return files if way == "killed" else _left(disk)
 
 
 async def _next_life(
@@ -225,7 +230,8 @@ def test_damage_never_shows_a_failed_write_that_is_older_than_what_was_flushed(
 
     files = simulation.run(store())
     if closed:
-        files = {name: bytearray(data) for name, data in disk.content().items() if name != "index.snap"}
+        files = _left(disk)
+        del files["index.snap"]
     name = segment_name(1)
     if closed:
         files[name][-2 * PAGE + 40] ^= 1
@@ -299,7 +305,7 @@ async def _life(simulation: Simulation, files: Files, version: int, **options: A
         await cache.delete(key_of(1))
     await cache.flush()
     await cache.close()
-    return {name: bytearray(data) for name, data in disk.content().items()}
+    return _left(disk)
 
 
 def _is_right(found: dict[int, int | None]) -> bool:
@@ -327,7 +333,7 @@ def test_a_snapshot_that_cannot_be_read_is_believed_in_what_it_misses(
             cache = await simulation.open(disk, files=FaultyFiles(script, MemoryFiles(disk)))
             assert _is_right(await simulation.values(cache, range(2))), f"call {nth}"
             await cache.close()
-        return bool(script.injected), {name: bytearray(data) for name, data in disk.content().items()}
+        return bool(script.injected), _left(disk)
 
     for nth in itertools.count(1):
         injected, files = simulation.run(look(nth))
@@ -363,7 +369,7 @@ def test_a_snapshot_that_stays_is_removed_before_the_next_batch(simulation: Simu
             disk.names = MemoryDisk(killed).names
 
         simulation.run(life())
-        files = {name: bytearray(data) for name, data in disk.content().items()}
+        files = _left(disk)
         one_page(files, max(name for name in files if name.endswith(".seg")))
         assert simulation.look(files, range(2))[0] != 1, f"call {nth}"
 

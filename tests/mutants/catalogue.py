@@ -285,8 +285,8 @@ MUTANTS = (
     Mutant(
         "damaged-passes-for-torn",
         RECOVERY,
-        "were_torn = seal is None or scan.were_torn(seal, sizes)",
-        "were_torn = True",
+        "scan.leave_out_torn(seal, torn)",
+        "scan.leave_out_torn(None, torn)",
         "a block that was damaged after its segment was sealed makes way for the value before it",
     ),
     Mutant(

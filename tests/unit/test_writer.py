@@ -142,29 +142,21 @@ async def test_an_empty_flush_writes_nothing():
     await finish(scheduler, tier)
 
 
-async def test_a_flush_whose_blocks_are_deleted_meanwhile_ends():
+@pytest.mark.parametrize("closing", [False, True], ids=["", "the store closes"])
+async def test_a_flush_whose_blocks_are_deleted_meanwhile_ends(closing):
     table, tier, scheduler = build()
     tier.held = asyncio.Event()
     put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
+    ends = [asyncio.ensure_future(scheduler.writer.flush())]
     await settle()
     assert table.remove(1) == 1
+    if closing:
+        ends.append(asyncio.ensure_future(scheduler.close()))
+        await settle()
     tier.held.set()
-    await asyncio.wait_for(flush, 5)
-    await finish(scheduler, tier)
-
-
-async def test_a_flush_whose_blocks_are_deleted_meanwhile_ends_when_the_store_closes():
-    table, tier, scheduler = build()
-    tier.held = asyncio.Event()
-    put(scheduler, 1)
-    flush = asyncio.ensure_future(scheduler.writer.flush())
-    await settle()
-    assert table.remove(1) == 1
-    closing = asyncio.ensure_future(scheduler.close())
-    await settle()
-    tier.held.set()
-    await asyncio.wait_for(asyncio.gather(flush, closing), 5)
+    await asyncio.wait_for(asyncio.gather(*ends), 5)
+    if not closing:
+        await finish(scheduler, tier)
 
 
 async def test_a_failed_write_fails_the_flush_and_the_block_is_dirty_again():
