@@ -214,6 +214,8 @@ class BlockMap:
     @property
     def nospill_blocks(self) -> int:
         """Blocks in memory that no segment can hold."""
+    def owe_nospill(self) -> None:
+        """Owe the tombstones of those whose key has older records in the log."""
     @property
     def dirty_head_bytes(self) -> int:
         """Stored bytes of the oldest dirty block, 0 without one."""

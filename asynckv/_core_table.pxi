@@ -42,6 +42,16 @@ cdef class Table(BlockMap):
             left -= 1
         return count
 
+    def owe_nospill(self):
+        cdef uint32_t i = self.lists[3].head
+        cdef Entry *e
+        enter(self)
+        while i != NONE:
+            e = E(self, i)
+            if e.flags & E_LOGGED:
+                self.owed_keys[tagged_key(e.kind, entry_key(e), e.keylen)] = None
+            i = e.next
+
     def finish_spill(self, Spill spill not None, ok, slot=0, offset=0, checksum=0):
         enter(self)
         return end_spill(self, spill, ok, slot, offset, checksum) == 1

@@ -489,6 +489,7 @@ class Writer:
             self._timer.cancel()
         if self.table.nospill_blocks:
             log.warning("asynckv: %d blocks are larger than a segment and are lost", self.table.nospill_blocks)
+            self.table.owe_nospill()  # else what they replaced would be back when the log is read
         clean = await self._write_the_rest()
         self._closed = True
         pending: list[asyncio.Future[Any]] = self._futures()

@@ -50,3 +50,19 @@ async def test_what_closing_loses_is_counted_and_the_rest_is_there(tmp_path):
     async with asynckv.open(tmp_path / "kv", **OPTIONS) as cache:
         assert bytes(await cache.get(0)) == payload(0)
         assert await cache.get(1) is None
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_what_a_block_too_large_for_a_segment_replaced_stays_replaced(tmp_path, deleted):
+    """The store closes without it; the older one is still in the log, which is read when the snapshot is gone."""
+    options = {"memory": "96KiB", "disk": "384KiB", "segment": "64KiB"}
+    for block in (b"old", bytes(40_000)):
+        async with asynckv.open(tmp_path / "kv", **options) as cache:
+            assert await cache.put("key", block)
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        assert await cache.get("key") is None
+        if deleted:
+            await cache.delete("key")
+    (tmp_path / "kv" / "index.snap").unlink()
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        assert await cache.get("key") is None
