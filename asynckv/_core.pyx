@@ -90,14 +90,18 @@ cdef int check_room(BlockMap t, Room r, uint64_t stored) except -1:
     return 0
 
 
-cdef tuple parse_shape(object shape):
-    """A shape as numpy takes it: one int or a sequence of them."""
+cdef tuple parse_shape(object shape, object dtype):
+    """A shape as numpy takes it, one int or a sequence of them, of an array that can exist."""
     cdef tuple dims = (operator_index(shape),) if PyIndex_Check(shape) else tuple(map(operator_index, shape))
     if len(dims) > 8:
         raise ValueError("a block array has at most 8 dimensions")
+    cdef object size = dtype.itemsize
     for n in dims:
         if n < 0 or n > 1 << 62:
             raise ValueError("a dimension is out of range")
+        size *= n or 1
+    if size > MAX_DIM:
+        raise ValueError("an array of this shape has more bytes than any machine can address")
     return dims
 
 
@@ -429,7 +433,8 @@ cdef class BlockMap:
     def draft_like(self, shape, dtype):
         enter(self)
         cdef Draft d = Draft.__new__(Draft)
-        d.desc = desc_of_shapes(self, 1, 0, np.dtype(dtype), parse_shape(shape), None, None)
+        dtype = np.dtype(dtype)
+        d.desc = desc_of_shapes(self, 1, 0, dtype, parse_shape(shape, dtype), None, None)
         draft_sizes(self, d)
         return d
 
@@ -437,8 +442,8 @@ cdef class BlockMap:
         enter(self)
         cdef Draft d = Draft.__new__(Draft)
         dtype = np.dtype(dtype)
-        d.desc = desc_of_shapes(self, 2, parse_layer(layer_id), dtype, parse_shape(key_shape), dtype,
-                                parse_shape(value_shape))
+        d.desc = desc_of_shapes(self, 2, parse_layer(layer_id), dtype, parse_shape(key_shape, dtype), dtype,
+                                parse_shape(value_shape, dtype))
         draft_sizes(self, d)
         return d
 

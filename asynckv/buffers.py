@@ -74,6 +74,8 @@ def writable_bytes(out: Any, name: str = "the buffer") -> memoryview:
     if isinstance(out, CacheBlock):
         raise TypeError(f"{name} is a CacheBlock: pass one writable buffer, for the key's bytes and then the value's")
     if isinstance(out, np.ndarray):
+        if out.dtype.hasobject:
+            raise TypeError(f"{name} holds Python objects, not bytes")
         writable, contiguous = out.flags.writeable, out.flags.c_contiguous
     else:
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv._core import Table
 from asynckv.buffers import copy_payload, pairs_of, payload_bytes, several, too_small, writable_bytes
-from asynckv.config import Config, format_size
+from asynckv.config import Config, format_size, parse_seconds
 from asynckv.errors import AsyncKVError, BlockTooLargeError, ClosedError
 from asynckv.gauges import read_gauges
 from asynckv.pages import Pages
@@ -300,6 +300,8 @@ class Cache:
         """
         if _get_running_loop() is not self._loop or self._closing is not None:
             self._enter()
+        if timeout is not None:
+            timeout = parse_seconds(timeout, "timeout", zero=True, endless=True)
         block = self._table.get(key)
         if block is None:
             block = (await self._scheduler.gather((key,), timeout))[0]

@@ -175,12 +175,30 @@ def _machine_memory(base: Path) -> int | None:
         return None
 
 
-def _seconds(value: object, name: str, *, zero: bool) -> float:
+def parse_seconds(value: object, name: str, *, zero: bool, endless: bool = False) -> float:
+    """A duration as a float.
+
+    Parameters
+    ----------
+    name
+        What an error calls it.
+    zero, endless
+        Whether it may be 0, and infinite.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no number, or none of the allowed ones.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is a number of seconds, not {type(value).__name__}")
-    seconds = float(value)
-    if not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not zero):
-        raise ValueError(f"{name}={value!r}: seconds have to be finite and {'zero or more' if zero else 'above zero'}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond every number of seconds") from None
+    if math.isnan(seconds) or seconds < 0 or (seconds == 0 and not zero) or (math.isinf(seconds) and not endless):
+        wanted = ("" if endless else "finite and ") + ("zero or more" if zero else "above zero")
+        raise ValueError(f"{name}={value!r}: seconds have to be {wanted}")
     return seconds
 
 
@@ -196,6 +214,10 @@ def _directory(value: object) -> str:
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"directory is a path, not {type(value).__name__}")
     path = os.fsdecode(value)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ValueError(f"directory={path!r} is no name of a file") from None
     if not path or "\0" in path:
         raise ValueError("directory is empty or holds a NUL character")
     return path
@@ -246,10 +268,10 @@ class Config:
         put(self, "policy", resolve_policy(_choice(self.policy, "policy", POLICIES)))
         put(self, "engine", self._checked_engine())
         put(self, "direct", self._checked_direct())
-        put(self, "io_timeout", _seconds(self.io_timeout, "io_timeout", zero=False))
-        put(self, "room_timeout", _seconds(self.room_timeout, "room_timeout", zero=True))
+        put(self, "io_timeout", parse_seconds(self.io_timeout, "io_timeout", zero=False))
+        put(self, "room_timeout", parse_seconds(self.room_timeout, "room_timeout", zero=True))
         if self.persist_after is not None:
-            put(self, "persist_after", _seconds(self.persist_after, "persist_after", zero=False))
+            put(self, "persist_after", parse_seconds(self.persist_after, "persist_after", zero=False))
         _choice(self.recover, "recover", RECOVER_MODES)
 
     def _checked_memory(self) -> int:

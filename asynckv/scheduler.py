@@ -220,8 +220,6 @@ class Scheduler:
         timeout
             Seconds after which keys that have not come count as misses.
         """
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout={timeout!r}: seconds have to be zero or more")
         if not keys:
             return []
         gather = Gather(self, keys)

@@ -87,6 +87,7 @@ async def test_buffers_that_will_not_do(tmp_path):
             (np.zeros((8, 8))[:, ::2], ValueError, "is not C-contiguous"),
             (bytearray(63), ValueError, "has 63 bytes, the block 64"),
             (17, TypeError, "is no writable buffer but int"),
+            (np.array([None] * 8), TypeError, "holds Python objects, not bytes"),
         ):
             with pytest.raises(kind, match=f"^buffer 1 {words}"):
                 await cache.get_many_into([1, 2], [good, wrong])
@@ -123,6 +124,44 @@ async def test_a_block_that_can_never_fit(tmp_path):
                         pass
             assert str(caught.value) == f"a block of {2 << 20} bytes cannot fit a pool of {1 << 20} bytes"
             assert (caught.value.key, caught.value.operation) == ("key", operation)
+
+
+async def test_an_array_that_can_never_be(tmp_path):
+    async with asynckv.open(tmp_path / "store", **SMALL) as cache:
+        for shape, dtype, words in (
+            ((2**70,), "u1", "a dimension is out of range"),
+            ((2**32, 2**32), "u1", "more bytes than any machine can address"),
+            ((2**62,), "f8", "more bytes than any machine can address"),
+            ((2**62, 0, 2), "u1", "more bytes than any machine can address"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                cache.reserve("key", shape, dtype)
+            with pytest.raises(ValueError, match=words):
+                cache.reserve_block("key", 0, 4, shape, dtype)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("timeout", "kind", "words"),
+    [
+        ("5", TypeError, "timeout is a number of seconds, not str"),
+        (True, TypeError, "timeout is a number of seconds, not bool"),
+        (float("nan"), ValueError, "timeout=nan: seconds have to be zero or more"),
+        (-1, ValueError, "timeout=-1: seconds have to be zero or more"),
+        (10**400, ValueError, "timeout is beyond every number of seconds"),
+    ],
+    ids=repr,
+)
+async def test_a_time_that_is_none(tmp_path, tier, timeout, kind, words):
+    async with asynckv.open(tmp_path / "store", **SMALL) as cache:
+        for key in range(16):
+            await cache.put(key, bytes(100_000))
+        await cache.flush()
+        key = next(key for key in range(16) if cache.tier(key) == tier)
+        with pytest.raises(kind, match=words):
+            await cache.get(key, timeout=timeout)
+        assert cache.stats().hit_ratio == 0.0, "nothing was asked"
+        assert bytes(await cache.get(key, timeout=float("inf"))) == bytes(100_000)
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------
