@@ -38,8 +38,8 @@ lint: $(VENV)/.dev build
 	$(BIN)/mypy
 	$(BIN)/cython-lint asynckv
 
-# Copies of the tree with extensions of their own, under build/: tests/fuzz/variant.py. FUZZ_SECONDS for each target,
-# FUZZ_SEED repeats a run, FUZZ_TARGETS="record segment" chooses.
+# Copies of the tree with extensions of their own, under build/: tests/fuzz/variant.py. FUZZ_SECONDS of CPU time for each
+# target, FUZZ_SEED repeats a run, FUZZ_TARGETS="record segment" chooses.
 fuzz: $(VENV)/.test
 	$(BIN)/python tests/fuzz/variant.py sanitize python tests/fuzz/fuzz.py $(FUZZ_TARGETS)
 
