@@ -58,6 +58,10 @@ class AiofilesBackend(ThreadsBackend):
         self._tasks.add(task)
         task.add_done_callback(partial(self._served, op, token))
 
+    async def _end_threads(self, stuck: int) -> None:
+        await asyncio.sleep(0)  # tasks that were just made give their jobs to workers that are still there
+        await super()._end_threads(stuck)
+
     async def _serve(self, op: Op, token: list[bool]) -> None:
         if await _attempt(op, token, executor=self._executors[id(op.lane)]):
             self._finish(op)

@@ -1,6 +1,7 @@
 """What is particular to the ``aiofiles`` engine: its tasks, and what happens when somebody cancels them."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -110,6 +111,30 @@ async def test_an_operation_given_up_in_the_queue_is_finished_once(tmp_path):
     assert ends.released == 1
     assert backend.reads_in_flight == 0
     assert await backend.close() == 0
+
+
+async def test_a_file_whose_close_waited_for_a_read_that_the_end_gave_up(tmp_path):
+    """The file's close is sent off by the last of its reads, which the engine gives up when it closes itself."""
+    backend, file = await opened(tmp_path, readers=1, timeout=0.05)
+    other = await backend.open("other", create=True, size=PAGE)
+    gate = Gate()
+    running = backend.read(file, 0, aligned(PAGE), verify=gate)
+    await gate.blocked()
+    waiting = backend.read(other, 0, aligned(PAGE), timeout=30.0)
+    closing = backend.close_file(other)
+    assert await backend.close() == 1
+    for late in (running, waiting):
+        with pytest.raises(TimeoutError):
+            await late
+    with contextlib.suppress(OSError):
+        await closing
+    gate.open()
+    for _ in range(1000):
+        if not engine_tasks(backend):
+            break
+        await asyncio.sleep(0.002)
+    assert not engine_tasks(backend)
+    assert other.fd < 0
 
 
 async def test_errors_below_arrive_with_errno(tmp_path):
