@@ -9,8 +9,8 @@ ASYNCKV_SANITIZE=address,undefined
 ASYNCKV_EXTENSIONS=_core,_record
     Build only these, while another one is being worked on.
 
-``_uring`` is optional: it is left out where ``<linux/io_uring.h>`` is missing or too old, or does not compile, and the
-package works without it.
+``_uring`` and ``_roofline`` are optional: they are left out where ``<linux/io_uring.h>`` is missing or too old, or does
+not compile, and the package works without them.
 
 No ``-march=native``: what is built on one machine has to run on the next.
 """
@@ -26,7 +26,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 # Left out, with a warning, where their header does not compile.
-OPTIONAL = {"_uring": "_uring_abi.h"}
+OPTIONAL = {"_uring": "_uring_abi.h", "_roofline": "_uring_abi.h"}
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "asynckv"

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from asynckv._version import __version__
+from asynckv.bench import command as bench
 from asynckv.commands import demo, doctor, inspect, replay
 from asynckv.commands.output import ENGINE_ADVICE, FAILED, USAGE, UsageError, engine_override
 from asynckv.errors import AsyncKVError, StoreLockedError, UnsafeDirectoryError
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asynckv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, replay, doctor, inspect):
+    for module in (demo, replay, doctor, inspect, bench):
         module.add_parser(commands)
     return parser
 

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from measure import file_system, finish, note, percentile, table
+from measure import file_system, finish, note, table
 
 from asynckv.backends.base import Backend, File
 from asynckv.backends.uring import UringBackend
+from asynckv.bench.figures import percentile
 
 PAGE = 4096
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

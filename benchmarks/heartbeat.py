@@ -4,7 +4,8 @@ A control heartbeat beats in another process at the same time, in a loop of the 
 is late by the time since it was due, less the time that its thread was runnable and did not run (the run delay of
 /proc/self/task/TID/schedstat), which is the machine's doing. On asyncio, a second run without heartbeat times every
 callback of the loop by the CPU time of the thread, and tells the worst by name. Only what runs between open and close
-counts; the longest ones of open and close are told apart.
+counts; the longest ones of open and close are told apart. Beside it another process copies one block at a time from
+one place in memory to another and tells the longest of these: a put is such a copy, and not shorter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 import heapq
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -28,60 +30,19 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from measure import file_system, finish, percentile, table
+from measure import file_system, finish, table
 
 import asynckv
+from asynckv.bench.figures import percentile
+from asynckv.bench.lateness import Control, Heartbeat
 from asynckv.config import parse_size
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-BEAT_S = 0.001
 P99_BEYOND_CONTROL_MS = 2.0
 P999_BEYOND_CONTROL_MS = 10.0
 CALLBACK_MS_MAX = 2.0
 WORST = 12
-
-
-class Heartbeat:
-    """Beats in the running loop; `late` holds seconds, one for each beat."""
-
-    def __init__(self) -> None:
-        self.late: list[float] = []
-        self.delay = 0.0  # seconds of run delay taken off
-        self._fd = -1
-        self._task: asyncio.Task[None] | None = None
-
-    def _run_delay(self) -> float:
-        return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9
-
-    async def _beat(self) -> None:
-        last, last_delay = time.perf_counter(), self._run_delay()
-        while True:
-            await asyncio.sleep(BEAT_S)
-            now, delay = time.perf_counter(), self._run_delay()
-            self.late.append(max(0.0, now - last - BEAT_S - (delay - last_delay)))
-            self.delay += delay - last_delay
-            last, last_delay = now, delay
-
-    async def __aenter__(self) -> Heartbeat:
-        self._fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        self._task = asyncio.create_task(self._beat(), name="heartbeat")
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        os.close(self._fd)
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "beats": len(self.late),
-            "p50_ms": percentile(self.late, 50) * 1e3,
-            "p99_ms": percentile(self.late, 99) * 1e3,
-            "p999_ms": percentile(self.late, 99.9) * 1e3,
-            "max_ms": max(self.late) * 1e3,
-            "run_delay_s": self.delay,
-        }
+COPY_EVERY_S = 0.003
 
 
 class Callbacks:
@@ -153,14 +114,6 @@ def _name(callback: Any) -> str:
     return f"{module}.{getattr(callback, '__qualname__', repr(callback))}".strip(".")
 
 
-async def _beat_alone() -> None:
-    """The control: beat until standard input closes, then tell the figures."""
-    async with Heartbeat() as heart:
-        print("beating", flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    print(json.dumps(heart.figures()), flush=True)
-
-
 async def _work(
     cache: asynckv.Cache, given: argparse.Namespace, sources: list[np.ndarray[Any, np.dtype[np.uint8]]]
 ) -> dict[str, float]:
@@ -220,30 +173,46 @@ async def _store_run(given: argparse.Namespace, directory: Path, observer: Heart
 
 
 def _with_heartbeat(given: argparse.Namespace, root: str, loop: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--control", "--loop", loop]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as control:
-        assert control.stdout is not None
-        control.stdout.readline()
-        heart = Heartbeat()
-        rounds = []
+    heart, rounds = Heartbeat(), []
+    with Control(loop) as control:
         for _ in range(given.rounds):
             with (
                 tempfile.TemporaryDirectory(dir=root) as directory,
                 asyncio.Runner(loop_factory=LOOPS[loop]) as runner,
             ):
                 rounds.append(runner.run(_store_run(given, Path(directory) / "store", heart)))
-        output, _ = control.communicate()
-    return {"work": rounds, "store": heart.figures(), "control": json.loads(output)}
+    return {"work": rounds, "store": heart.figures(), "control": control.figures}
 
 
-def _with_callbacks(given: argparse.Namespace, root: str) -> tuple[list[dict[str, Any]], Callbacks]:
+def _copy_alone(size: int) -> None:
+    """Copy blocks until standard input closes, then tell the CPU milliseconds of the median and of the longest copy."""
+    source, target = (np.full(128 << 20, number, np.uint8) for number in (1, 2))
+    places = range(0, len(source) - size + 1, size)
+    spent: list[int] = []
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    print("copying", flush=True)
+    while not over.wait(COPY_EVERY_S):
+        here, there = random.choice(places), random.choice(places)
+        start = time.thread_time_ns()
+        target[here : here + size] = source[there : there + size]
+        spent.append(time.thread_time_ns() - start)
+    print(json.dumps([percentile(spent, 50) * 1e-6, max(spent) * 1e-6]), flush=True)
+
+
+def _with_callbacks(given: argparse.Namespace, root: str) -> tuple[list[dict[str, Any]], Callbacks, list[float]]:
     callbacks = Callbacks()
     rounds = []
-    with callbacks.watched():
-        for _ in range(given.rounds):
-            with tempfile.TemporaryDirectory(dir=root) as directory:
-                rounds.append(asyncio.run(_store_run(given, Path(directory) / "store", callbacks)))
-    return rounds, callbacks
+    command = [sys.executable, __file__, "--copy-alone", "--block-bytes", given.block_bytes]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as control:
+        assert control.stdout is not None
+        control.stdout.readline()
+        with callbacks.watched():
+            for _ in range(given.rounds):
+                with tempfile.TemporaryDirectory(dir=root) as directory:
+                    rounds.append(asyncio.run(_store_run(given, Path(directory) / "store", callbacks)))
+        output, _ = control.communicate()
+    return rounds, callbacks, json.loads(output)
 
 
 def main() -> int:
@@ -258,11 +227,10 @@ def main() -> int:
     parser.add_argument("--loop", choices=[*LOOPS, "both"], default="both")
     parser.add_argument("--dir", help="where the stores go, on a real disk (default: the current directory)")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--control", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--copy-alone", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.control:
-        with asyncio.Runner(loop_factory=LOOPS[given.loop]) as runner:
-            runner.run(_beat_alone())
+    if given.copy_alone:
+        _copy_alone(parse_size(given.block_bytes, "block_bytes"))
         return 0
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=given.dir or os.getcwd()) as root:
@@ -270,12 +238,17 @@ def main() -> int:
         for loop in LOOPS:
             if given.loop in (loop, "both"):
                 results[loop] = _with_heartbeat(given, root, loop)
-        timed, callbacks = _with_callbacks(given, root)
-    return _report(given, kind, results, timed, callbacks)
+        timed, callbacks, copies = _with_callbacks(given, root)
+    return _report(given, kind, results, timed, callbacks, copies)
 
 
 def _report(
-    given: argparse.Namespace, kind: str, results: dict[str, Any], timed: list[dict[str, Any]], callbacks: Callbacks
+    given: argparse.Namespace,
+    kind: str,
+    results: dict[str, Any],
+    timed: list[dict[str, Any]],
+    callbacks: Callbacks,
+    copies: list[float],
 ) -> int:
     checks: dict[str, bool] = {}
     rows: list[tuple[Any, ...]] = []
@@ -295,6 +268,7 @@ def _report(
     own = max(longest for _, _, longest in callbacks.names.values()) * 1e3
     checks["longest_own_callback_at_most_2_ms"] = own <= CALLBACK_MS_MAX
     rows.append(("asyncio longest callback, CPU ms", own, "-", CALLBACK_MS_MAX))
+    rows.append(("bare copies beside it, median and longest", *copies, "-"))
     around_s, around = callbacks.around
     rows.append((f"the same in open and close: {around}", around_s * 1e3, "-", "-"))
     worst = [(name, seconds * 1e3) for seconds, _, name in sorted(callbacks.worst, reverse=True)]
@@ -307,7 +281,7 @@ def _report(
     text += "\n\n" + table(["callbacks by total", "count", "CPU ms", "longest, ms"], by_name[:WORST])
     result = {
         "loops": results, "timed": timed, "file_system": kind, "own_callback_ms_max": own, "worst": worst,
-        "open_close_callback_ms_max": around_s * 1e3, "callbacks": by_name, "checks": checks,
+        "bare_copy_ms": copies, "open_close_callback_ms_max": around_s * 1e3, "callbacks": by_name, "checks": checks,
     }  # fmt: skip
     return finish(result, text, as_json=given.json)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from asynckv.backends import probes
 
 
 def resident_bytes(pid: int | str = "self") -> int:
@@ -69,20 +70,9 @@ def mix(number: int) -> int:
     return ((z ^ (z >> 31)) & mask) - (1 << 63)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Type of the file system that a path is on (proc_pid_mountinfo(5))."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.split()[2] == wanted:
-            return line.partition(" - ")[2].split()[0]
-    return "unknown"
+    """Type of the file system that a path is on."""
+    return probes.file_system(os.fspath(path)).kind
 
 
 def status_value(name: str, pid: int | str = "self") -> int:
@@ -95,15 +85,10 @@ def status_value(name: str, pid: int | str = "self") -> int:
 
 def machine() -> dict[str, Any]:
     """The machine that the figures belong to."""
-    name = ""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
     return {
-        "cpu": name,
+        "cpu": probes.cpu_name(),
         "cpus": os.cpu_count(),
-        "kernel": platform.release(),
+        "kernel": probes.kernel_release(),
         "python": platform.python_version(),
     }
 

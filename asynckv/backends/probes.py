@@ -44,6 +44,7 @@ __all__ = [
     "NoRingError",
     "Speed",
     "cpu_flags",
+    "cpu_name",
     "direct_io",
     "file_system",
     "hash_seeds_agree",
@@ -198,6 +199,12 @@ def cpu_flags() -> tuple[str, int, list[str]]:
     match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", read_text("/proc/cpuinfo"), re.MULTILINE)
     present = set(match[1].split()) if match else set()
     return platform.machine(), len(os.sched_getaffinity(0)), [flag for flag in _CPU_FLAGS if flag in present]
+
+
+def cpu_name() -> str:
+    """The processor's name as the kernel tells it; empty where it tells none."""
+    match = re.search(r"^model name\s*:\s*(.*)$", read_text("/proc/cpuinfo"), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def hash_seeds_agree() -> str:

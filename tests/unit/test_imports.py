@@ -25,7 +25,8 @@ ALLOWED = {
     "tiers": FOUNDATION | {"backends", "checksum", "tiers", "_record"},
     "blocking": {"buffers", "cache", "errors"},
     "commands": {"", "commands", "config", "errors", "_version"},
-    "cli": {"commands", "errors", "_version"},
+    "bench": {"", "_roofline", "_version", "backends", "bench", "commands", "config"},
+    "cli": {"bench", "commands", "errors", "_version"},
     "__main__": {"cli"},
 }
 # The command line may also ask these what lies in a directory and what can be done there, without opening a store,
