@@ -5,7 +5,8 @@ The model, conservative on purpose (what POSIX promises, not what one file syste
 * The data of a file (writes, truncations, allocations) is durable once a successful sync of that file *began* after
   they had succeeded, and has ended. Until then each may be on disk or not.
 * A name (creation, rename, unlink) is durable once a successful directory sync began after it had succeeded, and has
-  ended. A sync of the file does not make its name durable.
+  ended. A sync of the file does not make its name durable. A rename that survives moves the file that it was called
+  for, whether or not the name that it had before survived.
 * An operation that failed, timed out or was cancelled has an unknown outcome: it may be on disk in any part, whatever
   is synced later.
 * Sectors of 512 bytes are written whole or not at all, except in the ``torn`` mode, where a write may also end at any
@@ -432,8 +433,10 @@ class RecordingBackend(Wrapper):
                 names.setdefault(entry.name, entry.file)
             elif entry.kind == "unlink":
                 names.pop(entry.name, None)
-            elif entry.name in names:
-                names[entry.new] = names.pop(entry.name)
+            elif entry.file:  # a rename moves a file, not whatever has the name: that may be an older one
+                if names.get(entry.name) == entry.file:
+                    del names[entry.name]
+                names[entry.new] = entry.file
         return names
 
     def _surviving_content(

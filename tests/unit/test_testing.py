@@ -341,6 +341,30 @@ async def test_names_are_durable_only_with_the_directory(tmp_path):
     assert list(content(tmp_path / "end")) == ["b"]
 
 
+async def test_a_rename_moves_the_file_it_was_called_for(tmp_path):
+    """Not what had the name before: of removing that, making a new one and renaming it, any part may be lost."""
+    async with recording(tmp_path / "store") as backend:
+        for data in (b"old", b"new"):
+            file = await backend.open("spare", create=True)
+            await backend.write(file, 0, [aligned(PAGE, data)])
+            await backend.sync(file)
+            if data == b"old":
+                await backend.sync_directory()
+                await backend.unlink("spare")
+        await backend.rename("spare", "taken")
+    seen = set()
+    for number in range(200):
+        image = tmp_path / f"image-{number}"
+        backend.image(image, mode="subset", random=random.Random(number))
+        seen.add(tuple((name, data[:3]) for name, data in sorted(content(image).items())))
+    names = [dict(each) for each in seen]
+    assert all(each.get("taken", b"new") == b"new" for each in names)
+    assert {"spare": b"old", "taken": b"new"} in names, "the removal was lost"
+    assert {"taken": b"new"} in names
+    assert {"spare": b"old"} in names
+    assert {} in names, "the removal alone survived"
+
+
 async def test_a_whole_file_is_old_or_new_after_any_crash(tmp_path):
     async with recording(tmp_path / "store") as backend:
         await backend.write_file("whole", b"old" * 2000)
