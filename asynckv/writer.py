@@ -278,11 +278,11 @@ class Writer:
                     await self.tier.prepare(max(self._batch_bytes, self.table.dirty_head_bytes))
                     if self._has_work():  # the breaker may have opened meanwhile
                         self._compose()
-                except (OSError, MemoryError) as error:
-                    self._failed(error)
-                    await asyncio.sleep(RETRY_SECONDS)
-                except Exception as error:  # our bug: say so and go on serving, memory still works
-                    log.exception("asynckv: the writer failed")
+                except Exception as error:
+                    if self.loop.is_closed():  # collected with it: what the cleaning up met says nothing
+                        return
+                    if not isinstance(error, OSError | MemoryError):  # our bug: go on serving, memory still works
+                        log.exception("asynckv: the writer failed")
                     self._failed(error)
                     await asyncio.sleep(RETRY_SECONDS)
             self._settle_flushes()
@@ -454,6 +454,8 @@ class Writer:
                 self._sync_waiters.extendleft(waiters)
                 raise
             except Exception as error:
+                if self.loop.is_closed():  # as in `_run`
+                    return
                 if not isinstance(error, OSError):  # our bug: those who wait are told all the same
                     log.exception("asynckv: a sync failed")
                 # What those wait for who came meanwhile was taken back with it: no later sync speaks of that.

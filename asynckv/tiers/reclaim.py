@@ -181,8 +181,8 @@ class Reclaimer:
     def seal_behind(self, segment: Segment, following: int = 0) -> None:
         """Begin to seal a segment that takes no more batches; `following` is the one that took its place."""
         if segment.sealing is None and not (segment.sealed or segment.failed or segment.retired) and segment.own:
-            sealing = self._seal(segment, following)
-            segment.sealing = asyncio.get_running_loop().create_task(sealing, name="asynckv seal")
+            loop = asyncio.get_running_loop()
+            segment.sealing = loop.create_task(self._seal(segment, following), name="asynckv seal")
             self._sealing.add(segment.sealing)
             segment.sealing.add_done_callback(self._sealing.discard)
 

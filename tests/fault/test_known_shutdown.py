@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import random
 import threading
 import time
 
 import pytest
+import uvloop
 from levels import count, rounds, seed
 from sickkit import SMALL
-from storekit import blocks, fill, payload, python
+from storekit import blocks, crash_image, fill, payload, python, recovered
 
 import asynckv
+from asynckv.backends import create_backend
+from asynckv.testing import FaultyBackend, Script, hang
 
 EXIT = """
 import asyncio, random, sys, threading, asynckv
@@ -164,3 +169,55 @@ def test_closes_under_readers_on_threads_give_values_or_closed_errors_only(tmp_p
         assert not troubles
     assert answers["closed"] == 4 * count("closes under readers")
     assert answers["value"] > answers["closed"]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("where", ["write", "sync", "read", "stat", "rename"])
+def test_a_store_collected_with_its_closed_loop_says_nothing(tmp_path, monkeypatch, where, new_loop):
+    """Its tasks are cleaned up when the loop is gone: whatever they call then fails, which is nobody's fault."""
+    directory, script = tmp_path / "image", Script()
+    failures = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if record.exc_info:
+                failures.append(record.getMessage())
+
+    # Records that were kept would keep the errors in them, and with their frames the store.
+    monkeypatch.setattr(logging.getLogger("asynckv"), "propagate", False)
+    monkeypatch.setattr(logging.getLogger("asynckv"), "handlers", [Listener()])
+
+    async def leave():
+        async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+            await cache.put_many((key, bytes(30_000)) for key in range(24))
+            await cache.flush()
+            crash_image(tmp_path / "kv", directory)
+
+    def factory(engine, **options):
+        return FaultyBackend(create_backend("threads", **options), script, clock=options["clock"])
+
+    async def main():
+        await leave()
+        if where == "read":  # of the recovery
+            script.add("read", hang(), nth=9, sticky=True)
+        cache = await asynckv.open(directory, **SMALL, _backend_factory=factory)
+        if where != "read":
+            await recovered(cache)
+            script.add(where, hang(), sticky=True)
+        for key in range(100):
+            await asyncio.wait([asyncio.ensure_future(cache.put(key, bytes(30_000)))], timeout=0.01)
+        flush = asyncio.ensure_future(cache.flush())
+        for _ in range(1000):
+            if script.injected.total():
+                break
+            await asyncio.sleep(0.002)
+        assert script.injected.total()
+        flush.cancel()
+
+    loop = new_loop()
+    loop.run_until_complete(main())
+    loop.close()
+    for _ in range(3):  # what the tasks held goes one round later
+        gc.collect()
+    assert not failures
