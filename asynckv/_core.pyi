@@ -225,6 +225,8 @@ class BlockMap:
         """Raise TypeError or ValueError for what is no key."""
     def get(self, key: object) -> Any:
         """The block as views that pin it, or None when not in memory; counts, and notes the use."""
+    def get_many(self, keys: list[Any]) -> tuple[list[Any], list[int]]:
+        """`get` for each key, all of them checked first: the blocks, and the places of those not in memory."""
     def peek(self, key: object) -> Any:
         """As `get`, without counting or noting."""
     def copy_into(self, key: object, out: Any) -> int:

@@ -90,6 +90,22 @@ cdef int check_room(BlockMap t, Room r, uint64_t stored) except -1:
     return 0
 
 
+cdef object hit(BlockMap t, Key *k):
+    """The block of a key that is in memory, counted and noted as used; None without one."""
+    cdef uint32_t n, i = index_find(t, k)
+    cdef Entry *e
+    if i == NONE:
+        return None
+    e = E(t, i)
+    n = e.node
+    if n == NONE or state_of(N(t, n)) != READY:
+        return None
+    policy_hit(t, n)
+    e.flags |= E_USED
+    t.n_hits += 1
+    return block_view(t, n, D(t, e.desc), e.length, False)
+
+
 cdef tuple parse_shape(object shape, object dtype):
     """A shape as numpy takes it, one int or a sequence of them, of an array that can exist."""
     cdef tuple dims = (operator_index(shape),) if PyIndex_Check(shape) else tuple(map(operator_index, shape))
@@ -312,21 +328,25 @@ cdef class BlockMap:
 
     def get(self, key):
         cdef Key k
-        cdef uint32_t i, n
-        cdef Entry *e
         enter(self)
         parse_key(self, key, &k)
-        i = index_find(self, &k)
-        if i == NONE:
-            return None
-        e = E(self, i)
-        n = e.node
-        if n == NONE or state_of(N(self, n)) != READY:
-            return None
-        policy_hit(self, n)
-        e.flags |= E_USED
-        self.n_hits += 1
-        return block_view(self, n, D(self, e.desc), e.length, False)
+        return hit(self, &k)
+
+    def get_many(self, list keys not None):
+        cdef Key k
+        cdef Py_ssize_t place
+        cdef list blocks = [], absent = []
+        cdef object block
+        enter(self)
+        for key in keys:
+            parse_key(self, key, &k)
+        for place in range(len(keys)):
+            parse_key(self, keys[place], &k)
+            block = hit(self, &k)
+            blocks.append(block)
+            if block is None:
+                absent.append(place)
+        return blocks, absent
 
     def peek(self, key):
         cdef uint32_t i = find_key(self, key)

@@ -304,7 +304,10 @@ class Cache:
             timeout = parse_seconds(timeout, "timeout", zero=True, endless=True)
         block = self._table.get(key)
         if block is None:
-            block = (await self._scheduler.gather((key,), timeout))[0]
+            block = (await self._scheduler.gather([key], timeout, absent=True))[0]
+        elif self._run_length < YIELD_CHECK_CALLS - 1:  # what most hits are, without another call
+            self._run_length += 1
+            return block
         if self._turn_is_due():
             await self._turn()
         return block
@@ -329,7 +332,7 @@ class Cache:
         """
         self._enter()
         with self._scheduler.calls:
-            return (await self._get_many_into((key,), (out,), ("the buffer",)))[0]
+            return (await self._get_many_into([key], [out], ["the buffer"]))[0]
 
     async def get_many(self, keys: Iterable[Any]) -> list[Any]:
         """Look up a batch of blocks, reloading those that were spilled, in one submission.
@@ -352,7 +355,7 @@ class Cache:
         finally:
             self._table.request_end(request)
 
-    async def _get_many(self, keys: Sequence[Any]) -> list[Any]:
+    async def _get_many(self, keys: list[Any]) -> list[Any]:
         blocks = await self._scheduler.gather(keys)
         if self._turn_is_due(YIELD_CHECK_BYTES):
             await self._turn()
@@ -367,7 +370,7 @@ class Cache:
         with self._scheduler.calls:
             return await self._get_many_into(keys, outs, [f"buffer {index}" for index in range(len(outs))])
 
-    async def _get_many_into(self, keys: Sequence[Any], outs: Sequence[Any], names: Sequence[str]) -> list[int | None]:
+    async def _get_many_into(self, keys: list[Any], outs: Sequence[Any], names: Sequence[str]) -> list[int | None]:
         table = self._table
         targets = []
         for number, (key, out, name) in enumerate(zip(keys, outs, names, strict=True), 1):

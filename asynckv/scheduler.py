@@ -212,18 +212,26 @@ class Scheduler:
 
     # -- reads ---------------------------------------------------------------------------------------------------
 
-    async def gather(self, keys: Sequence[Any], timeout: float | None = None) -> list[Any]:
+    async def gather(self, keys: list[Any], timeout: float | None = None, *, absent: bool = False) -> list[Any]:
         """Blocks for these keys, None where there is none.
 
         Parameters
         ----------
         timeout
             Seconds after which keys that have not come count as misses.
+        absent
+            None of them is in memory.
         """
-        if not keys:
-            return []
-        gather = Gather(self, keys)
-        gather.start()
+        if len(keys) > TURN_KEYS:
+            gather = Gather(self, keys)
+            gather.start()
+        else:
+            found = ([None] * len(keys), range(len(keys))) if absent else self.table.get_many(keys)
+            if not found[1]:
+                return found[0]
+            gather = Gather(self, keys)
+            gather.go_on(*found)
+            del found  # a cancelled call, whose frame lives on in the error, pins nothing
         if gather.future.done():
             return gather.results
         timer = None
@@ -265,16 +273,15 @@ class Scheduler:
         self.spend(0)
         assert self.tier is not None
         try:
-            reload.future = self.tier.read(reload.load, released=reload.on_released)
+            self.tier.read(reload.load, reload)
         except BaseException:
             del self.reloads[plain]
             self.table.finish_load(reload.load, False)
             raise
         self._reading.add(reload)
-        reload.future.add_done_callback(reload.on_done)
         return reload
 
-    def finish_reload(self, reload: Reload, future: asyncio.Future[bool]) -> None:
+    def finish_reload(self, reload: Reload, good: bool, error: BaseException | None) -> None:
         """Publish or discard the bytes of a read that ended, and answer those who wait for it."""
         if self.closed:
             return
@@ -283,12 +290,11 @@ class Scheduler:
         if self.reloads.get(reload.key) is reload:
             del self.reloads[reload.key]
         current = table.is_current(load)
-        error: BaseException | None = asyncio.CancelledError() if future.cancelled() else future.exception()
         if isinstance(error, TimeoutError) and not reload.released:
             reload.expired = True
             table.expire_load(load)
         else:
-            arrived = table.finish_load(load, error is None and future.result())
+            arrived = table.finish_load(load, good)
             if arrived:
                 seconds = self.clock.monotonic() - reload.started
                 counters.load_seconds.append(seconds)
@@ -297,7 +303,7 @@ class Scheduler:
         if error is None:
             self.breaker.success(READ)
             self._failed_reads.discard(reload.key)
-            if not future.result():
+            if not good:
                 counters.corrupt_blocks += 1
                 if current:
                     table.drop(reload.key)
@@ -311,7 +317,6 @@ class Scheduler:
             self.breaker.failure(READ)
             if current and self.breaker.ok:
                 self._unreadable(reload.key)
-        good = error is None and future.result()
         for gather, index in reload.waiters:
             try:
                 if good and current:
@@ -518,10 +523,12 @@ class Scheduler:
             await self.tier.recover(self._recovery_progress)
             self._known = True
         except Exception:
-            log.exception("asynckv: recovery ended early; what it did not reach are misses until the next opening")
-            self.counters.io_errors += 1
+            if not self.loop.is_closed():  # else collected with it: what the cleaning up met says nothing
+                log.exception("asynckv: recovery ended early; what it did not reach are misses until the next opening")
+                self.counters.io_errors += 1
         finally:
-            self._recovery_over()
+            if not self.loop.is_closed():
+                self._recovery_over()
 
     def _recovery_over(self) -> None:
         if self._recovery is None:
@@ -584,6 +591,8 @@ class Scheduler:
             except OSError:
                 healthy = False
             except Exception:  # our bug: the disk stays off, and is tried again
+                if self.loop.is_closed():  # as in `_recover`
+                    return
                 log.exception("asynckv: the probe failed")
                 healthy = False
             self.breaker.probed(healthy)
@@ -600,7 +609,7 @@ class Scheduler:
             if self.calls.count:
                 waiting.add(self.calls.over())
             for reload in self._reading:
-                waiting.add(reload.future)
+                waiting.add(reload.over())
                 waiting.update(gather.future for gather, _ in reload.waiters)
             pending = [future for future in waiting if not future.done()]
             if not pending:

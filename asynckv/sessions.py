@@ -28,7 +28,7 @@ LOOP_CHECKSUM_BYTES = 1 << 20  # about 0.1 ms
 class Request:
     """One prompt's blocks, as the eviction policy sees them: together, and once, when the request ends."""
 
-    def __init__(self, cache: Cache, keys: Sequence[Any]) -> None:
+    def __init__(self, cache: Cache, keys: list[Any]) -> None:
         self._cache = cache
         self._id: int | None = None
         self.keys = keys

@@ -225,11 +225,9 @@ class Owned:
 
 
 class Reload(Owned):
-    """One read of one block into the pool, and those who wait for it."""
+    """One read of one block into the pool, and those who wait for it; the sink of that read."""
 
-    __slots__ = ("future", "key", "load", "started", "waiters")
-
-    future: asyncio.Future[bool]
+    __slots__ = ("_over", "key", "load", "started", "waiters")
 
     def __init__(self, scheduler: Scheduler, key: Any, load: Load) -> None:
         super().__init__(scheduler)
@@ -237,12 +235,24 @@ class Reload(Owned):
         self.load = load
         self.waiters: list[tuple[Gather, int]] = []
         self.started = scheduler.clock.monotonic()
+        self._over: asyncio.Future[None] | None = None
 
     def give_back(self) -> None:
         self.scheduler.table.release_load(self.load)
 
-    def on_done(self, future: asyncio.Future[bool]) -> None:
-        self.scheduler.finish_reload(self, future)
+    def on_ended(self, result: bool, error: BaseException | None) -> None:
+        """The tier's answer."""
+        try:
+            self.scheduler.finish_reload(self, result, error)
+        finally:
+            if self._over is not None:
+                self._over.set_result(None)
+
+    def over(self) -> asyncio.Future[None]:
+        """A future that ends with the read."""
+        if self._over is None:
+            self._over = self.scheduler.loop.create_future()
+        return self._over
 
 
 class Gather(Waiter):
@@ -272,6 +282,19 @@ class Gather(Waiter):
                 self._scheduler.table.check_key(key)
         self._look(0)
 
+    def go_on(self, blocks: list[Any], absent: Sequence[int]) -> None:
+        """As `start`, when the hits among some hundred keys are known: the blocks, and the places without one."""
+        self.results = blocks
+        self.codes = [MEMORY_HIT] * len(blocks)
+        self._missing = len(absent)
+        for index in absent:
+            self.codes[index] = PENDING
+        for index in absent:
+            if not self._without_memory(index):
+                self._todo.append(index)
+        if self._todo:
+            self._scheduler.enqueue_load(self)
+
     def _look(self, first: int) -> None:
         for index in range(first, min(first + TURN_KEYS, len(self.keys))):
             if not self._without_room(index):
@@ -298,13 +321,17 @@ class Gather(Waiter):
 
     def _without_room(self, index: int) -> bool:
         """Answer a key that is in memory or nowhere, or join its reload; False for a block on disk."""
-        scheduler, key = self._scheduler, self.keys[index]
-        table = scheduler.table
+        table, key = self._scheduler.table, self.keys[index]
         block = table.get(key) if self.counted else table.peek(key)
         if block is not None:
             self._settle(index, block, MEMORY_HIT)
             return True
-        state = table.state(key)
+        return self._without_memory(index)
+
+    def _without_memory(self, index: int) -> bool:
+        """As `_without_room`, for a key that is not in memory."""
+        scheduler, key = self._scheduler, self.keys[index]
+        state = scheduler.table.state(key)
         if state == DISK:
             return False
         reload = scheduler.current_reload(key) if state == LOADING else None

@@ -12,8 +12,10 @@ from typing import Any
 
 from asynckv._core import Table
 from asynckv.backends import create_backend
+from asynckv.backends.base import Wrapper
 from asynckv.config import Config
 from asynckv.tiers.disk import DiskTier
+from asynckv.tiers.reader import Promise
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -126,7 +128,9 @@ class Disk:
             if step < 0:
                 await self.write()
         load = self.table.begin_load(key, room)
-        well = await self.tier.read(load)
+        promise = Promise(asyncio.get_running_loop(), None)
+        self.tier.read(load, promise)
+        well = await promise.future
         if not self.table.finish_load(load, well):
             if not well:
                 self.table.drop(load)
@@ -190,20 +194,12 @@ def damage(segment: Path, offset: int, length: int = 1) -> None:
     segment.write_bytes(data)
 
 
-class Failing:
+class Failing(Wrapper):
     """An engine whose calls of one kind fail while `failing` is set."""
 
     def __init__(self, inner: Any, kind: str, number: int = errno.EIO) -> None:
-        self.__dict__.update(inner=inner, kind=kind, number=number, failing=False)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name, value):
-        if name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            setattr(self.inner, name, value)
+        super().__init__(inner)
+        self.kind, self.number, self.failing = kind, number, False
 
     def _error(self):
         future = asyncio.get_running_loop().create_future()

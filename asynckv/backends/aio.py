@@ -53,6 +53,7 @@ class AiofilesBackend(ThreadsBackend):
         await super().start(directory)
 
     def _dispatch(self, op: Op) -> None:
+        self._let_breathe()
         token = [True]  # popped by the worker when it has ended, or by the loop when it no longer waits for that
         task = self.loop.create_task(self._serve(op, token))
         self._tasks.add(task)

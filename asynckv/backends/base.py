@@ -44,14 +44,25 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
+from asyncio import CancelledError
 from errno import EACCES, EAGAIN, EIO, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPERM, EROFS
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-__all__ = ["NOT_ALLOWED", "OUR_SHORTAGE", "Backend", "BytesLike", "File", "Prepare", "ShortTransferError", "Wrapper"]
+__all__ = [
+    "NOT_ALLOWED",
+    "OUR_SHORTAGE",
+    "Backend",
+    "BytesLike",
+    "File",
+    "Prepare",
+    "ShortTransferError",
+    "Sink",
+    "Wrapper",
+]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -117,6 +128,23 @@ class File:
 
     def __repr__(self) -> str:
         return f"<File {self.name!r} fd={self.fd} {'direct' if self.direct else 'buffered'}>"
+
+
+class Sink(Protocol):
+    """Who a read is for: told by plain calls on the loop's thread, without a future and a turn of the loop between."""
+
+    def on_released(self) -> object:
+        """Nothing touches the buffer any more; called once, and before `on_ended` unless the deadline came first."""
+
+    def on_ended(self, result: bool, error: BaseException | None) -> object:
+        """The result or the error; called once, unless the read was given up. Must not raise."""
+
+
+class Reading(Protocol):
+    """A read under way."""
+
+    def cancel(self) -> object:
+        """Nobody waits for it any more: it is not started, or only `Sink.on_released` is called when it ended."""
 
 
 class Backend(ABC):
@@ -200,6 +228,12 @@ class Backend(ABC):
         asyncio.Future of bool
             What `verify` returned, True without one.
         """
+
+    def read_for(
+        self, file: File, offset: int, buffer: memoryview, sink: Sink, verify: Callable[[memoryview], bool] | None
+    ) -> Reading:
+        """As `read`, but a sink is told instead of a future; never before this call returned."""
+        return _Telling(self.read(file, offset, buffer, verify=verify, released=sink.on_released), sink)
 
     @abstractmethod
     def write(
@@ -327,6 +361,32 @@ class Backend(ABC):
     def free_bytes(self) -> asyncio.Future[int]:
         """Return the bytes that the file system has left for this user."""
         return self.call("statvfs")
+
+
+class _Telling:
+    """Tells a sink what becomes of a future."""
+
+    __slots__ = ("_future", "_sink")
+
+    def __init__(self, future: asyncio.Future[bool], sink: Sink) -> None:
+        self._future = future
+        self._sink: Sink | None = sink
+        future.add_done_callback(self._tell)
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self._sink = None
+        self._future.cancel()
+
+    def _tell(self, future: asyncio.Future[bool]) -> None:
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if future.cancelled():
+            sink.on_ended(False, CancelledError())
+        else:
+            error = future.exception()
+            sink.on_ended(error is None and future.result(), error)
 
 
 class Wrapper(Backend):

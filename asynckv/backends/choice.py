@@ -158,4 +158,5 @@ class ChosenBackend(Wrapper):
         self._running = True
         # From now on nothing lies between the caller and the engine.
         inner = self.inner
-        vars(self).update(read=inner.read, write=inner.write, sync=inner.sync, call=inner.call)
+        calls = ("read", "read_for", "write", "sync", "call")
+        vars(self).update({name: getattr(inner, name) for name in calls})

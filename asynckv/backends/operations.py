@@ -41,12 +41,13 @@ class Op:
         lane: SimpleQueue[Any],
         file: Any,
         released: Callable[[], object] | None,
+        future: Any = None,
     ) -> None:
         self.engine = engine
         self.lane = lane
         self.file = file
         self.released = released
-        self.future = engine.loop.create_future()
+        self.future = engine.loop.create_future() if future is None else future
         self.claim = [True]
         self.deadline = math.inf
         self.result = None

@@ -254,8 +254,6 @@ class ThreadsBackend(Backend):
                 return self._reject(op, OSError(errno.EBADF, "the file is closed"))
             file.busy += 1
         self._in_flight.add(op)
-        if self._breath is None:
-            self._breath = self.loop.call_later(BREATH_SECONDS, self._breathe)
         op.deadline = deadline = self._clock.monotonic() + (self.timeout if timeout is None else timeout)
         if deadline < self._timer_at:
             self._arm(deadline)
@@ -273,14 +271,25 @@ class ThreadsBackend(Backend):
         of patience anew (CPython, Python/ceval_gil.c): a healthy disk would miss its deadlines.
         """
         self._breath = None
-        if self._in_flight:
+        if self.with_workers:
             if not self._arrivals:
                 time.sleep(BREATH_LENGTH_SECONDS)
             self._arrivals = 0
             self._breath = self.loop.call_later(BREATH_SECONDS, self._breathe)
 
+    @property
+    def with_workers(self) -> bool:
+        """Whether a worker has something to do."""
+        return bool(self._in_flight)
+
+    def _let_breathe(self) -> None:
+        """From here on a worker has something to do."""
+        if self._breath is None:
+            self._breath = self.loop.call_later(BREATH_SECONDS, self._breathe)
+
     def _dispatch(self, op: Op) -> None:
         """Send an operation to the workers of its lane."""
+        self._let_breathe()
         op.lane.put(op)
 
     def _reject(self, op: Op, error: BaseException) -> asyncio.Future[Any]:

@@ -10,14 +10,25 @@ from asynckv.backends.operations import Op
 from asynckv.backends.transfer import BOUNCE_BYTES, IOV_MAX, Scratch, flatten
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable
     from queue import SimpleQueue
 
-    from asynckv.backends.base import File, Prepare
+    from asynckv.backends.base import File, Prepare, Sink
     from asynckv.backends.transfer import Request, Steps
     from asynckv.backends.uring import UringBackend
 
-__all__ = ["SMALL_BYTES", "BouncePool", "NoBounceError", "RingOp", "RingRead", "RingSync", "RingWrite", "os_error"]
+__all__ = [
+    "SMALL_BYTES",
+    "BouncePool",
+    "NoBounceError",
+    "RingOp",
+    "RingRead",
+    "RingSync",
+    "RingWrite",
+    "Told",
+    "os_error",
+]
 
 # A buffered request is copied, or gets its pages, while it is submitted, at 0.5 to 10 GB/s; a direct one has its pages
 # pinned, at some 15 GB/s.
@@ -102,6 +113,46 @@ class _OpScratch(Scratch):
             self.pool.give(taken)
 
 
+class Told:
+    """Stands for a future where a sink is told: the calls that an engine makes on one."""
+
+    __slots__ = ("_loop", "_over", "_sink")
+
+    def __init__(self, loop: AbstractEventLoop, sink: Sink) -> None:
+        self._loop = loop
+        self._sink: Sink | None = sink
+        self._over = False
+
+    def done(self) -> bool:
+        """Whether the sink was told, or nobody waits any more."""
+        return self._over
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self._over = True
+        self._sink = None
+
+    def set_result(self, result: bool) -> None:
+        """Tell a result."""
+        self._tell(result, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Tell an error."""
+        self._tell(False, error)
+
+    def exception(self) -> None:
+        """Nothing to be seen: the sink has it."""
+
+    def _tell(self, result: bool, error: BaseException | None) -> None:
+        self._over = True
+        sink, self._sink = self._sink, None
+        assert sink is not None
+        try:
+            sink.on_ended(result, error)
+        except Exception as reason:  # other operations' results wait behind this one
+            self._loop.call_exception_handler({"message": "the end of a read could not be told", "exception": reason})
+
+
 class RingOp(Op):
     """What the operations on a ring share.
 
@@ -133,9 +184,14 @@ class RingOp(Op):
     moved: bool
 
     def __init__(
-        self, engine: UringBackend, lane: SimpleQueue[Any], file: File, released: Callable[[], object] | None
+        self,
+        engine: UringBackend,
+        lane: SimpleQueue[Any],
+        file: File,
+        released: Callable[[], object] | None,
+        future: Any = None,
     ) -> None:
-        super().__init__(engine, lane, file, released)
+        super().__init__(engine, lane, file, released, future)
         self.token = 0
         self.steps = self.request = self.scratch = None
         self.moved = False

@@ -39,6 +39,7 @@ from asynckv.backends.ringops import (
     RingRead,
     RingSync,
     RingWrite,
+    Told,
     os_error,
 )
 from asynckv.backends.transfer import PAUSE_S, TRIES, Scratch
@@ -46,7 +47,7 @@ from asynckv.backends.transfer import PAUSE_S, TRIES, Scratch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asynckv.backends.base import File, Prepare
+    from asynckv.backends.base import File, Prepare, Sink
     from asynckv.backends.files import Files
     from asynckv.backends.operations import Op
     from asynckv.clock import Clock, TimerHandle
@@ -59,7 +60,7 @@ ENTRIES = 128  # of the submission queue; in flight at most twice as many
 # A closed ring gives its share of RLIMIT_MEMLOCK back a moment later, and without privileges there is room for few.
 MEMORY_WAITS = (0.01, 0.02, 0.05, 0.1)
 TURN_BYTES = 512 << 10  # submitted in one turn of the loop: about 1 ms of copying
-REAP = 64
+REAP = 32
 INLINE_BYTES = 256 << 10  # verified and prepared on the loop in one turn; a hash of so many takes some 30 us
 BOUNCE_LIMIT = 8 << 20
 WATCH_S = 0.05  # in case that a wake-up got lost
@@ -112,6 +113,7 @@ class UringBackend(ThreadsBackend):
         self._entries = entries
         self._registers = registered_files
         self.ring_works = False
+        self._lent: set[Op] = set()  # to workers
         self._waiting: deque[RingOp] = deque()
         self._unverified: deque[RingRead] = deque()
         self._unprepared: list[RingOp] = []
@@ -180,6 +182,18 @@ class UringBackend(ThreadsBackend):
         op.verify = verify
         return self._submit(op, timeout)
 
+    def read_for(
+        self, file: File, offset: int, buffer: memoryview, sink: Sink, verify: Callable[[memoryview], bool] | None
+    ) -> Told:
+        """As `read`, for a sink; see `Backend.read_for`."""
+        told = Told(self.loop, sink)
+        op = RingRead(self, self._reads, file, sink.on_released, told)
+        op.offset = offset
+        op.buffer = buffer
+        op.verify = verify
+        self._submit(op, None)
+        return told
+
     def write(
         self,
         file: File,
@@ -204,7 +218,7 @@ class UringBackend(ThreadsBackend):
         if op.kind == "call":
             if self._registers and type(op) is Close and op.file is not None and self._ring is not None:
                 self._ring.unfix_file(op.file.fd)
-            op.lane.put(op)
+            self._lend(op)
         elif self.ring_works and (type(op) is not RingWrite or op.is_short(self._inline_bytes)):
             self._waiting.append(op)  # type: ignore[arg-type]
             if not self._scheduled:
@@ -227,7 +241,17 @@ class UringBackend(ThreadsBackend):
                     return
             else:
                 self._counts[lane] = number + 1
+        self._lend(op)
+
+    def _lend(self, op: Op) -> None:
+        self._lent.add(op)
+        self._let_breathe()
         op.lane.put(op)
+
+    @property
+    def with_workers(self) -> bool:
+        """Whether a worker has something to do: the ring needs none."""
+        return bool(self._lent)
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -462,6 +486,7 @@ class UringBackend(ThreadsBackend):
 
     def _arrived(self, op: Op) -> None:
         """A worker has prepared, verified, or, without a ring, done everything."""
+        self._lent.discard(op)
         if type(op) is not RingWrite or op.moved or op.error is not None or op.future.done():
             self._finish(op)
         else:
@@ -485,6 +510,8 @@ class UringBackend(ThreadsBackend):
 
     def _give_up(self, op: Op, error: BaseException) -> None:
         super()._give_up(op, error)
+        if op not in self._in_flight:
+            self._lent.discard(op)
         # In the kernel: it may still be in a queue there, and then the buffer comes back soon.
         if isinstance(op, RingOp) and op.token and self.ring_works and self._ring.cancel(op.token):
             self._schedule()

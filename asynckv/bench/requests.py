@@ -35,19 +35,27 @@ FILL_BYTES = 4 << 20
 class Tap(Wrapper):
     """An engine that can note what it is asked for: (descriptor, offset, bytes) of reads and of writes."""
 
+    PASSED = ("read", "read_for", "write")
+
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.reads: list[tuple[int, int, int]] = []
         self.writes: list[tuple[int, int, int]] = []
         self.note(False)
 
+    async def start(self, directory: str | os.PathLike[str] | int) -> None:
+        """Start the inner engine, whose calls may be others from then on."""
+        await self.inner.start(directory)
+        self.note(False)
+
     def note(self, on: bool) -> None:
         """Note from now on, or pass everything on without a detour."""
         if on:
             self.reads, self.writes = [], []
-            del self.__dict__["read"], self.__dict__["write"]
+            for name in self.PASSED:
+                del self.__dict__[name]
         else:
-            self.__dict__.update(read=self.inner.read, write=self.inner.write)
+            self.__dict__.update({name: getattr(self.inner, name) for name in self.PASSED})
 
     def read(self, file: File, offset: int, buffer: memoryview, **options: Any) -> asyncio.Future[bool]:
         """Note a read and pass it on."""

@@ -28,6 +28,7 @@ import pytest
 from asynckv.backends.base import ShortTransferError
 from asynckv.errors import ClosedError
 from asynckv.testing.clock import ManualClock
+from asynckv.testing.sinks import SinkContract
 from asynckv.testing.tools import PAGE, Ends, Gate, aligned, pattern, raises_errno, threads_gone, turns
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["BackendContract"]
 
 
-class BackendContract:
+class BackendContract(SinkContract):
     """The promises of `asynckv.backends.base`, one test each."""
 
     def make(self, **options: Any) -> Backend:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from asynckv._core import Load, Spill
+    from asynckv.backends.base import Sink
     from asynckv.clock import Clock
 
 __all__ = ["LogBatch", "Tier", "WireKey", "wait_at_most"]
@@ -116,8 +117,11 @@ class Tier(Protocol):
     async def sync(self) -> None:
         """Make every batch durable whose write had completed."""
 
-    def read(self, load: Load, *, released: Callable[[], object] | None = None) -> asyncio.Future[bool]:
-        """Read and verify a block's bytes; False when they are damaged."""
+    def read(self, load: Load, sink: Sink) -> None:
+        """Read a block's bytes into its extent and verify them; a second time when they are wrong.
+
+        The sink is told after this call returned: False when the bytes are damaged or gone, or the disk's error.
+        """
 
     async def probe(self) -> bool:
         """Find out whether the tier works again."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from asynckv._core import Load, Spill, Table
-    from asynckv.backends.base import Backend
+    from asynckv.backends.base import Backend, Sink
     from asynckv.config import Config
     from asynckv.tiers.base import WireKey
     from asynckv.tiers.log import CarryItem
@@ -338,15 +338,9 @@ class DiskTier:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def read(self, load: Load, *, released: Callable[[], object] | None = None) -> asyncio.Future[bool]:
-        """Read a block's bytes into its extent and verify them; a second time when they are wrong.
-
-        Returns
-        -------
-        asyncio.Future of bool
-            False when they are damaged or gone.
-        """
-        return self._reader.read(load.slot, load.offset, load.view, load.stored, load.checksum, released=released)
+    def read(self, load: Load, sink: Sink) -> None:
+        """Read a block's bytes into its extent and verify them; see `Tier.read`."""
+        self._reader.read_for(load.slot, load.offset, load.view, load.stored, load.checksum, sink)
 
     # -- figures -------------------------------------------------------------------------------------------------
 

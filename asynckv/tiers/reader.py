@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynckv._record import payload_span
 from asynckv.backends.base import ShortTransferError
@@ -23,7 +23,7 @@ from asynckv.tiers.layout import pages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asynckv.backends.base import File
+    from asynckv.backends.base import File, Reading, Sink
     from asynckv.tiers.segment import Segment, SegmentSet
 
 __all__ = ["BlockReader"]
@@ -47,60 +47,115 @@ def make_verify(stored: int, expected: int) -> Callable[[memoryview], bool]:
     return verify
 
 
+class Promise:
+    """A sink for those who would rather await a future."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, released: Callable[[], object] | None) -> None:
+        self.future: asyncio.Future[bool] = loop.create_future()
+        self._released = released
+
+    def on_released(self) -> None:
+        """Pass it on."""
+        if self._released is not None:
+            self._released()
+
+    def on_ended(self, result: bool, error: BaseException | None) -> None:
+        """Resolve."""
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        elif isinstance(error, asyncio.CancelledError):
+            self.future.cancel()
+        else:
+            self.future.set_exception(error)
+
+
 class _Read:
-    """One block being read."""
+    """One block being read; a sink of the engine's."""
 
     __slots__ = (
-        "buffer", "done", "file", "inner", "left", "offset", "released", "result", "running", "segment", "verify",
+        "buffer", "file", "inner", "left", "offset", "over", "reader", "running", "segment", "sink", "verify",
     )  # fmt: skip
 
     def __init__(
         self,
+        reader: BlockReader,
         segment: Segment,
         offset: int,
         buffer: memoryview,
         verify: Callable[[memoryview], bool],
-        result: asyncio.Future[bool],
-        released: Callable[[], object] | None,
+        sink: Sink,
     ) -> None:
+        self.reader = reader
         self.segment = segment
         self.offset = offset
         self.buffer = buffer
         self.verify = verify
-        self.result = result
-        self.released = released
+        self.sink: Sink | None = sink
         self.left = READS_PER_BLOCK
         self.running = False  # the engine holds the buffer
-        self.done = False  # no further attempt
-        self.inner: asyncio.Future[bool] | None = None
+        self.over = False  # no further attempt
+        self.inner: Reading | None = None
         self.file: File | None = None
 
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        if not self.over:
+            self.over = True
+            inner, self.inner = self.inner, None
+            if inner is not None:
+                inner.cancel()
+            if not self.running:
+                self._let_go()
+
+    def attempt(self) -> None:
+        """Ask the engine."""
+        if self.over:
+            return
+        self.left -= 1
+        self.running = True
+        assert self.file is not None
+        self.inner = self.reader.backend.read_for(self.file, self.offset, self.buffer, self, self.verify)
+
     def on_released(self) -> None:
+        """The engine has let go of the buffer."""
         self.running = False
-        if self.done:
+        if self.over:
             self._let_go()
 
-    def _let_go(self) -> None:
-        self.segment.release()
-        released, self.released = self.released, None
-        self.buffer = memoryview(b"")
-        if released is not None:
-            released()
+    def on_ended(self, result: bool, error: BaseException | None) -> None:
+        """The engine's answer: once more when the bytes are wrong or too few."""
+        if self.over:
+            return
+        if error is None and result:
+            self.finish(True, None)
+        elif error is not None and not isinstance(error, ShortTransferError):
+            self.finish(False, error)
+        elif self.left and not self.running:
+            self.attempt()
+        else:
+            self.finish(False, None)
 
-    def finish(self, value: bool | BaseException | None) -> None:
-        """Resolve with a result, an error, or nothing (cancelled)."""
-        self.done = True
+    def finish(self, result: bool, error: BaseException | None) -> None:
+        """Tell what came of it."""
+        if self.over:
+            return
+        self.over = True
+        sink = self.sink
         if not self.running:
             self._let_go()
-        result = self.result
-        if result.done():
+        self.inner = None
+        if sink is not None:
+            sink.on_ended(result, error)
+
+    def _let_go(self) -> None:
+        sink, self.sink = self.sink, None
+        if sink is None:
             return
-        if isinstance(value, bool):
-            result.set_result(value)
-        elif value is None:
-            result.cancel()
-        else:
-            result.set_exception(value)
+        self.segment.release()
+        self.buffer = memoryview(b"")
+        sink.on_released()
 
 
 class BlockReader:
@@ -140,69 +195,44 @@ class BlockReader:
         asyncio.Future of bool
             False when the bytes are damaged or gone; `OSError` and `TimeoutError` when the disk did not do it.
         """
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[bool] = loop.create_future()
+        promise = Promise(asyncio.get_running_loop(), released)
+        read = self.read_for(slot, offset, buffer, stored, checksum, promise)
+        if read is not None:
+            promise.future.add_done_callback(lambda future: read.cancel() if future.cancelled() else None)
+        return promise.future
+
+    def read_for(
+        self, slot: int, offset: int, buffer: memoryview, stored: int, checksum: int, sink: Sink
+    ) -> _Read | None:
+        """As `read`, for a sink, which is told after this call returned; None when the block's segment is gone."""
         segment = self.set.by_slot(slot)
         if segment is None:
-            if released is not None:
-                released()
-            result.set_result(False)
-            return result
+            sink.on_released()
+            asyncio.get_running_loop().call_soon(sink.on_ended, False, None)
+            return None
         span = payload_span(stored, len(buffer) >= pages(stored))
-        read = _Read(segment, offset, buffer[:span], make_verify(stored, checksum), result, released)
+        read = _Read(self, segment, offset, buffer[:span], make_verify(stored, checksum), sink)
         segment.hold()
-        result.add_done_callback(lambda _: self._cancelled(read))
         if segment.file is not None:
             self.set.touch(segment)
             read.file = segment.file
-            self._attempt(read)
+            read.attempt()
         else:
-            task = loop.create_task(self._open(read))
+            task = asyncio.get_running_loop().create_task(self._open(read))
             self._openers.add(task)
             task.add_done_callback(self._openers.discard)
-        return result
+        return read
 
     async def _open(self, read: _Read) -> None:
         try:
             read.file = await self.set.open_file(read.segment)
         except OSError as error:
-            read.finish(False if error.errno in GONE else error)
+            read.finish(False, None if error.errno in GONE else error)
         except BaseException:
-            read.finish(None)
+            read.finish(False, asyncio.CancelledError())
             raise
         else:
-            self._attempt(read)
-
-    def _cancelled(self, read: _Read) -> None:
-        # One that is not submitted yet is ended by `_attempt`, which sees the cancelled result.
-        if read.result.cancelled() and not read.done and read.inner is not None:
-            read.inner.cancel()
-
-    def _attempt(self, read: _Read) -> None:
-        if read.result.done():
-            read.finish(None)
-            return
-        read.left -= 1
-        read.running = True
-        assert read.file is not None
-        read.inner = self.backend.read(
-            read.file, read.offset, read.buffer, verify=read.verify, released=read.on_released
-        )
-        read.inner.add_done_callback(lambda future: self._completed(read, future))
-
-    def _completed(self, read: _Read, future: asyncio.Future[Any]) -> None:
-        if future.cancelled():
-            read.finish(None)
-            return
-        error = future.exception()
-        if error is None and future.result():
-            read.finish(True)
-        elif error is not None and not isinstance(error, ShortTransferError):
-            read.finish(error)
-        elif read.left and not read.running:
-            self._attempt(read)
-        else:
-            read.finish(False)
+            read.attempt()
 
     async def close(self) -> None:
         """Wait for files that are being opened."""

@@ -134,6 +134,8 @@ class TestSimulated(BackendContract):
     test_closing_a_file_waits_for_its_operations = None
     test_close_counts_what_is_stuck = None
     test_a_cancelled_close_goes_on = None
+    test_a_read_that_was_given_up_is_only_released = None
+    test_a_deadline_is_told_before_the_release = None
 
     def make(self, *, clock=None, **options):
         clock = MonotonicClock() if clock is None else clock

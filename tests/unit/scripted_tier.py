@@ -59,13 +59,18 @@ class ScriptedTier:
         if self.sync_error is not None:
             raise self.sync_error
 
-    def read(self, load, *, released=None):
+    def read(self, load, sink):
         future = asyncio.get_running_loop().create_future()
-        self.reads.append(SimpleNamespace(load=load, future=future, released=released))
-        return future
+        self.reads.append(SimpleNamespace(load=load, future=future, released=sink.on_released))
+        future.add_done_callback(lambda ended: _tell(sink, ended))
 
     async def probe(self):
         return self.probe_answer
+
+
+def _tell(sink, future):
+    error = future.exception()
+    sink.on_ended(error is None and future.result(), error)
 
 
 def build(*, memory=1 << 20, room_timeout=5.0, persist_after=None, clock=None):

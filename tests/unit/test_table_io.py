@@ -336,3 +336,24 @@ def test_a_key_put_while_recovering_counts_as_logged():
     assert table.recover_block(0, K1, 0, 4096, 3, 7, table.intern(b"\0")) == 0, "the put is newer"
     table.recovering = False
     assert table.remove(1) == 2, "the older record on disk needs a tombstone"
+
+
+def test_many_at_once_are_found_as_one_by_one():
+    table = one(key=1)
+    on_disk(table, 1)
+    evict_all(table)
+    assert table.state(1) == 2
+    assert table.put("two", table.draft(b"w"))
+    before = table.memory_hits
+    with pytest.raises(TypeError):
+        table.get_many(["two", 2.5])
+    assert table.memory_hits == before, "all keys are looked at before any is read"
+    blocks, absent = table.get_many(["two", 1, b"three", "two"])
+    assert absent == [1, 2]
+    assert [block if block is None else bytes(block) for block in blocks] == [b"w", None, None, b"w"]
+    assert table.memory_hits == before + 2
+    assert table.pinned_blocks == 1
+    del blocks
+    table.check()
+    assert table.pinned_blocks == 0
+    assert table.get_many([]) == ([], [])
