@@ -309,7 +309,11 @@ class Cache:
             self._run_length += 1
             return block
         if self._turn_is_due():
-            await self._turn()
+            try:
+                await self._turn()
+            except BaseException:
+                block = None  # the error keeps this frame: it must not keep the block
+                raise
         return block
 
     async def get_into(self, key: Any, out: Any) -> int | None:
@@ -358,7 +362,11 @@ class Cache:
     async def _get_many(self, keys: list[Any]) -> list[Any]:
         blocks = await self._scheduler.gather(keys)
         if self._turn_is_due(YIELD_CHECK_BYTES):
-            await self._turn()
+            try:
+                await self._turn()
+            except BaseException:
+                blocks = []  # as in `get`
+                raise
         return blocks
 
     async def get_many_into(self, keys: Iterable[Any], outs: Iterable[Any]) -> list[int | None]:
@@ -391,13 +399,17 @@ class Cache:
                 room -= max(0, table.payload_size(keys[end]))
                 end += 1
             blocks = await self._scheduler.gather(keys[start:end])
-            for index in range(start, end):
-                block, blocks[index - start] = blocks[index - start], None
-                if block is not None:
-                    await self._scheduler.copy_turn(payload_bytes(block))
-                    size = results[index] = copy_payload(block, targets[index], names[index])
-                    if self._turn_is_due(size):
-                        await self._turn()
+            block = None
+            try:
+                for index in range(start, end):
+                    block, blocks[index - start] = blocks[index - start], None
+                    if block is not None:
+                        await self._scheduler.copy_turn(payload_bytes(block))
+                        size = results[index] = copy_payload(block, targets[index], names[index])
+                        if self._turn_is_due(size):
+                            await self._turn()
+            finally:
+                block, blocks = None, []  # as in `get`
             start = end
         return results
 

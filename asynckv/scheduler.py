@@ -261,6 +261,13 @@ class Scheduler:
         elif code == NO_ROOM:
             self.counters.no_room += 1
 
+    def uncount(self, code: int) -> None:
+        """Take back a hit that was found, but not delivered."""
+        if code == DISK_HIT:
+            self.counters.disk_hits -= 1
+        else:
+            self.counters.memory_hits -= 1
+
     def current_reload(self, key: Any) -> Reload | None:
         reload = self.reloads.get(plain_key(key))
         return reload if reload is not None and self.table.is_current(reload.load) else None

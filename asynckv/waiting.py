@@ -4,7 +4,8 @@ Invariants
 ----------
 * Two queues wait for room, one of reloads and one of puts, the one with the older head first; in each only the head
   takes steps, so room is granted in order of arrival and a batch gets all it needs before the next one starts: two
-  batches cannot deadlock. A put that waits for a write does not hold up a reload that finds clean room.
+  batches cannot deadlock. A put that waits for a write does not hold up a reload that finds clean room. Those behind a
+  blocked head give up the blocks that they have already found.
 * A waiter that leaves (cancelled, timed out) frees its interest and the room it was granted, never an extent that
   an operation still owns.
 * Every key of a call ends as exactly one of memory hit, disk hit, miss, no room.
@@ -17,7 +18,7 @@ import itertools
 import math
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class RoomQueue(OrderedDict["Waiter", float]):
         self._on_leave = on_leave  # a head that leaves may have been all that was in the way
         self._working = False
         self._timer: TimerHandle | None = None  # for the first deadline
+        self._pinning: set[Waiter] = set()  # those that came with blocks
 
     @property
     def arrival(self) -> float:
@@ -78,12 +80,15 @@ class RoomQueue(OrderedDict["Waiter", float]):
             self._working = working
         waiter.arrival = next(_arrivals)
         self[waiter] = self._clock.monotonic() + self._timeout
+        if waiter.pins:
+            self._pinning.add(waiter)
         if self._timer is None:
             self._timer = self._clock.call_later(self._loop, self._timeout, self._expire)
 
     def discard(self, waiter: Waiter) -> None:
         """Take a call out, wherever it stands."""
         if self.pop(waiter, None) is not None:
+            self._pinning.discard(waiter)
             if not self and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -114,7 +119,10 @@ class RoomQueue(OrderedDict["Waiter", float]):
                 if not head.future.done():
                     head.future.set_exception(error)
                 continue
-            if answer == AGAIN or (answer == BLOCKED and not head.blocked()):
+            if answer == AGAIN:
+                break
+            if answer == BLOCKED and not head.blocked():
+                answer = AGAIN if self._unpin_behind(head) else BLOCKED
                 break
             self.discard(head)
             if answer == BLOCKED:
@@ -123,6 +131,12 @@ class RoomQueue(OrderedDict["Waiter", float]):
             answer = DONE
         self._working = answer == AGAIN
         return answer
+
+    def _unpin_behind(self, head: Waiter) -> bool:
+        """Let those who wait behind a blocked head give up their blocks, which may be all that is in its way."""
+        behind = [waiter for waiter in self._pinning if waiter is not head]
+        self._pinning.difference_update(behind)
+        return sum(waiter.unpin() for waiter in behind) > 0
 
 
 class Waiter:
@@ -134,9 +148,12 @@ class Waiter:
         Its result.
     arrival
         When it came, in the order of all calls of the process.
+    pins
+        Whether it holds blocks.
     """
 
     __slots__ = ("_queue", "_room", "_scheduler", "arrival", "future")
+    pins = False
 
     future: asyncio.Future[Any]
     arrival: int
@@ -154,6 +171,10 @@ class Waiter:
     def blocked(self) -> bool:
         """Called when blocked at the head; True when waiting longer is pointless."""
         raise NotImplementedError
+
+    def unpin(self) -> bool:
+        """Give up all blocks, to look for them again; whether there were any."""
+        return False
 
     def expire(self) -> None:
         """No room came in time: finish with what there is."""
@@ -397,15 +418,7 @@ class Gather(Waiter):
         """Let go of hits behind the blocked key; hopeless when only this call's own pins are in the way."""
         scheduler = self._scheduler
         first = self._todo[0]
-        later = [i for i in range(first + 1, len(self.keys)) if self.codes[i] == MEMORY_HIT]
-        if later:
-            for i in later:
-                self.results[i] = None
-                self.codes[i] = PENDING
-                self._missing += 1
-                if self.counted:
-                    scheduler.counters.memory_hits -= 1
-            self._todo = deque(sorted([*self._todo, *later]))
+        if self._forget(i for i in range(first + 1, len(self.keys)) if self.codes[i] == MEMORY_HIT):
             scheduler.kick()
             return False
         if self._room is not None and self._room.needs_spill:
@@ -417,9 +430,32 @@ class Gather(Waiter):
         mine.update(r.key for r in scheduler.reloads.values() if any(g is self for g, _ in r.waiters))
         return scheduler.table.pinned_blocks + len(scheduler.reloads) <= len(mine)
 
+    @property
+    def pins(self) -> bool:  # type: ignore[override]
+        return any(code in (MEMORY_HIT, DISK_HIT) for code in self.codes)
+
+    def unpin(self) -> bool:
+        return self._forget(i for i, code in enumerate(self.codes) if code in (MEMORY_HIT, DISK_HIT))
+
+    def _forget(self, places: Iterable[int]) -> bool:
+        """Look for these blocks again, as if they had not been found yet; whether there are any."""
+        found = list(places)
+        if not found:
+            return False
+        for i in found:
+            if self.counted:
+                self._scheduler.uncount(self.codes[i])
+            self.results[i] = None
+            self.codes[i] = PENDING
+            self._missing += 1
+        self._todo = deque(sorted([*self._todo, *found]))
+        return True
+
     def expire(self) -> None:
-        """No room: everything from here on is left out, also what is in memory."""
+        """No room: from the first key on that needs it everything is left out, also what is in memory."""
         self._drop_room()
+        while self._todo and self._without_room(self._todo[0]):
+            self._todo.popleft()
         while self._todo:
             self._settle(self._todo.popleft(), None, NO_ROOM)
 

@@ -12,6 +12,7 @@ import asynckv
 
 SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
 LAG_SECONDS_MAX = 0.05
+LARGE, OTHER = 1000, 1001
 
 
 @pytest.mark.parametrize("size", [32 * KIB, 36 * KIB, 64 * KIB, MIB])
@@ -81,6 +82,58 @@ async def test_a_dropped_view_wakes_a_waiting_get(tmp_path):
         held.clear()
 
 
+async def test_a_batch_that_waits_its_turn_is_in_nobody_s_way(tmp_path):
+    """The hits of a batch behind a call for a large block are all that lies where that block could go."""
+    options = {"memory": 16 * BLOCK, "disk": "32MiB", "segment": "4MiB", "room_timeout": 60.0}
+    await fill(tmp_path / "kv", {LARGE: payload(LARGE, 0, 12 * BLOCK), OTHER: payload(OTHER)}, **options)
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        assert all(await cache.put_many(blocks(16).items()))
+        await cache.flush()
+        held = await cache.get_many([0, 4, 8, 12])
+        first = asyncio.ensure_future(cache.get(LARGE))
+        await asyncio.sleep(0.01)
+        keys = [2, 6, 10, 14, OTHER]
+        batch = asyncio.ensure_future(cache.get_many(keys))
+        await asyncio.sleep(0.01)
+        assert not first.done()
+        held.clear()
+        async with asyncio.timeout(30):
+            assert bytes(await first) == payload(LARGE, 0, 12 * BLOCK)
+            del first
+            found = await batch
+        assert [bytes(block) for block in found] == [payload(key) for key in keys]
+        del found, batch
+        await asyncio.sleep(0)  # the loop holds the task whose end it has just told
+        stats = check_idle(cache)
+        assert stats.memory_hits + stats.disk_hits == 4 + 1 + len(keys)
+        assert stats.misses == stats.no_room == 0
+
+
+@pytest.mark.parametrize("call", ["get", "get_many", "get_many_into"])
+async def test_a_cancelled_call_pins_nothing_however_far_it_got(tmp_path, call):
+    """Its error keeps the frames of the call, which had the blocks already when it let the loop turn."""
+    calls = {
+        "get": lambda cache: cache.get(0),
+        "get_many": lambda cache: cache.get_many([0, 1]),
+        "get_many_into": lambda cache: cache.get_many_into([0, 1], [bytearray(BLOCK), bytearray(BLOCK)]),
+    }
+    async with asynckv.open(tmp_path / "kv", memory="1MiB", disk=0) as cache:
+        assert all(await cache.put_many(blocks(4).items()))
+        cancelled = 0
+        for _ in range(40):
+            cache._run_length, cache._run_started = 1000, 0.0  # the loop has waited long
+            task = asyncio.ensure_future(calls[call](cache))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            cancelled += task.cancelled()
+            assert cache.stats().pinned_blocks == (
+                0 if task.cancelled() or call == "get_many_into" else 2 - (call == "get")
+            )
+            del task
+        assert cancelled > 10
+
+
 async def test_a_view_dropped_on_another_thread_wakes_a_waiting_put(tmp_path):
     async with asynckv.open(tmp_path / "kv", memory=4 * BLOCK, disk=0, room_timeout=10.0) as cache:
         held = []
@@ -144,10 +197,10 @@ async def test_one_large_put_over_many_small_blocks_does_not_stall_the_loop(tmp_
         for key in range(40_000):
             await cache.put(key, bytes(60))
         async with Lag() as lag:
-            assert await cache.put("large", bytes(2 * MIB))
+            assert await cache.put(LARGE, bytes(2 * MIB))
         assert lag.worst < LAG_SECONDS_MAX
         assert cache.stats().evictions > 10_000
-        assert len(await cache.get("large")) == 2 * MIB
+        assert len(await cache.get(LARGE)) == 2 * MIB
 
 
 async def test_scattered_pins_end_in_false_not_in_a_hang(tmp_path):
@@ -157,10 +210,10 @@ async def test_scattered_pins_end_in_false_not_in_a_hang(tmp_path):
         held = [await cache.get(key) for key in list(cache.keys()) if key % 4 == 0]
         assert len(held) >= 10
         async with asyncio.timeout(5):
-            assert await cache.put("large", bytes(512 * KIB)) is False
+            assert await cache.put(LARGE, bytes(512 * KIB)) is False
         assert await cache.put("small", bytes(16 * KIB)) is True
         held.clear()
-        assert await cache.put("large", bytes(512 * KIB)) is True
+        assert await cache.put(LARGE, bytes(512 * KIB)) is True
 
 
 async def test_sixty_four_putters_on_a_full_store_all_make_progress(tmp_path):
