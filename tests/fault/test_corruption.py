@@ -9,6 +9,7 @@ all else is on disk twice. At level commit a sample of the bytes is damaged.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,8 @@ def _damages(files: Files, part: int, most: int) -> Iterator[tuple[str, int, int
 
 @pytest.mark.parametrize("part", parts())
 @pytest.mark.parametrize("clean", [True, False], ids=["closed", "killed"])
-def test_every_byte(tmp_path: Path, clean: bool, part: int) -> None:
+def test_every_byte(tmp_path: Path, clean: bool, part: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "asynckv")  # each damage is told of
     simulation = Simulation(tmp_path / "kv", SIZES, **OPTIONS)
     files, expected = simulation.run(_build(simulation, clean=clean))
     assert not clean or sum(map(len, files.values())) in GOLDEN_BYTES
