@@ -218,6 +218,9 @@ def test_a_store_collected_with_its_closed_loop_says_nothing(tmp_path, monkeypat
     loop = new_loop()
     loop.run_until_complete(main())
     loop.close()
-    for _ in range(3):  # what the tasks held goes one round later
+    for _ in range(100):  # what the tasks held goes some rounds later, and its threads a moment after that
         gc.collect()
+        if not any(thread.name.startswith("asynckv") for thread in threading.enumerate()):
+            break
+        time.sleep(0.02)
     assert not failures
