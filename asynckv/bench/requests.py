@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import itertools
 import mmap
@@ -15,6 +14,7 @@ import numpy as np
 
 from asynckv.backends.base import Wrapper
 from asynckv.bench.figures import Slice, Stopwatch
+from asynckv.commands.output import UsageError
 
 try:
     from asynckv._roofline import Roofline
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Requests", "Tap", "in_a_row", "read_requests", "recycled"]
 
 FILL_BYTES = 4 << 20
+_NEEDED = "the parts disk and mix compare with a ring of their own, so they need io_uring"
 
 
 class Tap(Wrapper):
@@ -106,8 +107,13 @@ class Requests:
         self._buffers = np.frombuffer(mmap.mmap(-1, depth * most), np.uint8).reshape(depth, most)
         self._buffers[:] = 0xA5  # resident, like the pool of a store that has been in use
         if Roofline is None:
-            raise OSError(errno.ENOSYS, "io_uring was not built in, so there is no roofline to compare with")
-        self._roofline = Roofline(depth)
+            raise UsageError(f"{_NEEDED}, which was not built in for want of the kernel's header")
+        try:
+            self._roofline = Roofline(depth)
+        except OSError as error:
+            raise UsageError(
+                f"{_NEEDED}, which is refused here ({error.strerror}); `asynckv doctor` says why"
+            ) from None
         self._latencies = np.zeros(1 << 16)
 
     def close(self) -> None:

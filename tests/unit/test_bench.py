@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import asynckv
-from asynckv.bench import article, contenders, disk, growth, lateness, mem, peers
+from asynckv.bench import article, command, contenders, disk, growth, lateness, mem, peers, requests
 from asynckv.bench.figures import Row, Slice, interval, percentile
 from asynckv.bench.payloads import Payloads
 from asynckv.bench.requests import Requests, in_a_row, recycled
@@ -374,6 +374,21 @@ def test_a_wrong_byte_is_exit_status_1(tmp_path, capsys, monkeypatch):
     values = json.loads(capsys.readouterr().out)
     assert values["errors"] > 0
     assert "WRONG OR MISSING" in values["verdict"]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_io_uring_there_is_no_roofline(tmp_path, capsys, monkeypatch, missing):
+    def refused(depth):
+        raise PermissionError(errno.EPERM, "io_uring_setup: Operation not permitted")
+
+    monkeypatch.setattr(requests, "Roofline", None if missing else refused)
+    monkeypatch.setattr(command, "DATA_MIN", 0)
+    monkeypatch.setattr(disk, "DEPTH", 8)
+    assert main(["bench", "disk", "--dir", str(tmp_path), "--data", "1MiB"]) == 2
+    text = capsys.readouterr().err
+    assert "need io_uring" in text
+    assert ("not built in" if missing else "refused here (io_uring_setup: Operation not permitted)") in text
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(
