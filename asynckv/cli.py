@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from asynckv._version import __version__
-from asynckv.bench import command as bench
+from asynckv.bench import parser as bench
 from asynckv.commands import demo, doctor, inspect, replay
 from asynckv.commands.output import ENGINE_ADVICE, FAILED, USAGE, UsageError, engine_override
 from asynckv.errors import AsyncKVError, StoreLockedError, UnsafeDirectoryError

@@ -18,7 +18,6 @@ import heapq
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +33,7 @@ from measure import file_system, finish, table
 
 import asynckv
 from asynckv.bench.figures import percentile
-from asynckv.bench.lateness import Control, Heartbeat
+from asynckv.bench.lateness import Companion, Heartbeat, control
 from asynckv.config import parse_size
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -174,14 +173,14 @@ async def _store_run(given: argparse.Namespace, directory: Path, observer: Heart
 
 def _with_heartbeat(given: argparse.Namespace, root: str, loop: str) -> dict[str, Any]:
     heart, rounds = Heartbeat(), []
-    with Control(loop) as control:
+    with control(loop) as beside:
         for _ in range(given.rounds):
             with (
                 tempfile.TemporaryDirectory(dir=root) as directory,
                 asyncio.Runner(loop_factory=LOOPS[loop]) as runner,
             ):
                 rounds.append(runner.run(_store_run(given, Path(directory) / "store", heart)))
-    return {"work": rounds, "store": heart.figures(), "control": control.figures}
+    return {"work": rounds, "store": heart.figures(), "control": beside.found}
 
 
 def _copy_alone(size: int) -> None:
@@ -203,16 +202,11 @@ def _copy_alone(size: int) -> None:
 def _with_callbacks(given: argparse.Namespace, root: str) -> tuple[list[dict[str, Any]], Callbacks, list[float]]:
     callbacks = Callbacks()
     rounds = []
-    command = [sys.executable, __file__, "--copy-alone", "--block-bytes", given.block_bytes]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as control:
-        assert control.stdout is not None
-        control.stdout.readline()
-        with callbacks.watched():
-            for _ in range(given.rounds):
-                with tempfile.TemporaryDirectory(dir=root) as directory:
-                    rounds.append(asyncio.run(_store_run(given, Path(directory) / "store", callbacks)))
-        output, _ = control.communicate()
-    return rounds, callbacks, json.loads(output)
+    with Companion([__file__, "--copy-alone", "--block-bytes", given.block_bytes]) as beside, callbacks.watched():
+        for _ in range(given.rounds):
+            with tempfile.TemporaryDirectory(dir=root) as directory:
+                rounds.append(asyncio.run(_store_run(given, Path(directory) / "store", callbacks)))
+    return rounds, callbacks, beside.found
 
 
 def main() -> int:

@@ -8,8 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,47 +22,19 @@ from asynckv.bench import article, disk, lateness, mem, peers
 from asynckv.bench.contenders import CONTENDERS
 from asynckv.bench.figures import Row
 from asynckv.bench.growth import growth
+from asynckv.bench.parser import PARTS
 from asynckv.bench.report import Part, Report
-from asynckv.commands.output import FAILED, OK, Progress, UsageError, about, path, run, write, write_json
+from asynckv.commands.output import FAILED, OK, Progress, UsageError, about, run, write, write_json
 from asynckv.config import format_size, parse_size
 
-__all__ = ["add_parser"]
+__all__ = ["main"]
 
-PARTS = ("mem", "disk", "mix", "loop", "article", "peers")
 LOOPS = ("uvloop", "asyncio")
 BLOCKS = (4 << 10, 64 << 10, 2 << 20)
 LATE_BLOCK, LATE_TOTAL = 2 << 20, 2 << 30
 FEW = 8  # pairs of what is only shown beside
 ROOM = 5  # times --data that may be on disk at a time
 DATA_MIN = 64 << 20
-
-
-def add_parser(commands: Any) -> None:
-    """Add ``bench`` to the command line."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure the store against what the disk, the loop and memory can give, and against others",
-        description=(
-            "Store and roofline, a loop in C that asks the same disk for the same, alternate in slices of 0.3 seconds; "
-            "a share of the roofline is the median of all pairs, with its 95 % interval. Every byte that is read is "
-            "checked; a wrong or missing block is exit status 1. Let nothing else run meanwhile."
-        ),
-    )
-    parser.add_argument(
-        "part",
-        nargs="?",
-        default="all",
-        choices=[*PARTS, "all"],
-        metavar="PART",
-        help=f"{', '.join(PARTS)} or all (the default)",
-    )
-    parser.add_argument("--dir", type=path, metavar="DIR", help="on the disk to be measured; default: here")
-    parser.add_argument("--data", default="1GiB", metavar="SIZE", help="blocks in a store that is read; default 1GiB")
-    parser.add_argument("--pairs", type=int, default=40, metavar="N", help="slices of each; default 40")
-    parser.add_argument("--prototype", type=path, metavar="BIN", help="article: a C++ prototype to run beside it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--out", type=path, metavar="DIR", help="write results and plots there (extra: plot)")
-    parser.set_defaults(command=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -148,7 +119,7 @@ def _mem(directory: str, plan: disk.Plan, progress: Progress, _: argparse.Namesp
     for number, loop in enumerate(LOOPS):
         place = os.path.join(directory, f"mem-{number}")
         rows += run(mem.in_memory(place, loop=loop, rounds=plan.pairs, progress=progress), loop)
-    with _place(directory) as place:
+    with tempfile.TemporaryDirectory(dir=directory) as place:
         rows += run(growth(place, loop=LOOPS[0], progress=progress), LOOPS[0])
     return Part("Memory", rows)
 
@@ -164,7 +135,7 @@ def _disk(directory: str, plan: disk.Plan, progress: Progress, _: argparse.Names
     ):
         operations = tuple(disk.RELOADS) if each is plan else ("get_many", "get")
         for size in sizes:
-            with _place(directory) as place:
+            with tempfile.TemporaryDirectory(dir=directory) as place:
                 job = disk.reloads(
                     place,
                     size,
@@ -176,9 +147,9 @@ def _disk(directory: str, plan: disk.Plan, progress: Progress, _: argparse.Names
                 )
                 rows += run(job, loop)
             if size > BLOCKS[0]:
-                with _place(directory) as place:
+                with tempfile.TemporaryDirectory(dir=directory) as place:
                     rows += run(disk.spills(place, size, each, loop=loop, engine=engine, progress=progress), loop)
-    with _place(directory) as place:
+    with tempfile.TemporaryDirectory(dir=directory) as place:
         rows += run(disk.small_spills(place, plan, loop="uvloop"), "uvloop")
     return Part("Disk", rows)
 
@@ -187,7 +158,7 @@ def _mix(directory: str, plan: disk.Plan, progress: Progress, _: argparse.Namesp
     rows = []
     for loop in LOOPS:
         each = plan if loop == LOOPS[0] else replace(plan, pairs=min(plan.pairs, FEW))
-        with _place(directory) as place:
+        with tempfile.TemporaryDirectory(dir=directory) as place:
             rows += run(disk.mixed(place, BLOCKS[1], each, loop=loop, progress=progress), loop)
     return Part("Mix of reads and writes", rows)
 
@@ -197,7 +168,7 @@ def _loop(directory: str, _: disk.Plan, progress: Progress, __: argparse.Namespa
     names = [name for name in CONTENDERS if name not in peers.missing()]
     for number, (name, loop) in enumerate([(name, LOOPS[0]) for name in names] + [("asynckv", LOOPS[1])]):
         progress.update(number / len(names), f"heartbeat beside {CONTENDERS[name].label}")
-        with _place(directory) as place:
+        with tempfile.TemporaryDirectory(dir=directory) as place:
             found.append(lateness.late(name, place, LATE_BLOCK, LATE_TOTAL, loop))
     return Part("Lateness of a 1 ms heartbeat", lateness=found)
 
@@ -205,7 +176,7 @@ def _loop(directory: str, _: disk.Plan, progress: Progress, __: argparse.Namespa
 def _article(directory: str, _: disk.Plan, progress: Progress, arguments: argparse.Namespace) -> Part:
     stories = {}
     for scenario in article.SCENARIOS:
-        with _place(directory) as place:
+        with tempfile.TemporaryDirectory(dir=directory) as place:
             stories[scenario.block_bytes] = article.tell(
                 place, scenario, program=arguments.prototype, loop=LOOPS[0], progress=progress
             )
@@ -213,19 +184,13 @@ def _article(directory: str, _: disk.Plan, progress: Progress, arguments: argpar
 
 
 def _peers(directory: str, _: disk.Plan, progress: Progress, __: argparse.Namespace) -> Part:
-    with _place(directory) as place:
+    with tempfile.TemporaryDirectory(dir=directory) as place:
         return Part("Others", peers.compare(place, loop=LOOPS[0], progress=progress), absent=peers.missing())
 
 
 def _smaller(plan: disk.Plan, size: int) -> disk.Plan:
     """For the smallest blocks a quarter of the data: it is their number that takes the time."""
     return replace(plan, data=plan.data // 4) if size == BLOCKS[0] else plan
-
-
-@contextmanager
-def _place(directory: str) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir=directory) as place:
-        yield place
 
 
 _RUNS: dict[str, Callable[[str, disk.Plan, Progress, argparse.Namespace], Part]] = {

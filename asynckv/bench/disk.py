@@ -132,69 +132,58 @@ async def alternate(
 # -- reloads ---------------------------------------------------------------------------------------------------------
 
 
-async def _individually(bed: Bed, seconds: float, depth: int) -> Slice:
-    results: list[tuple[int, Any]] = []
-    found = Slice()
-    get, clock, most = bed.cache.get, time.perf_counter, bed.most
+Results = list[tuple[int, Any]]
 
-    async def ask() -> None:
+
+async def _in_tasks(
+    bed: Bed, seconds: float, tasks: int, most: int, step: Callable[[Results], Awaitable[object]]
+) -> Slice:
+    """A slice of tasks that take one step after the other, until the time is over or there are so many results."""
+    results: Results = []
+    found, clock = Slice(), time.perf_counter
+
+    async def go_on() -> None:
         going = True
         while going:
-            key = bed.next_keys(1)[0]
             begun = clock()
-            block = await get(key)
+            await step(results)
             found.latencies.append(clock() - begun)
-            results.append((key, block))
             going = clock() < end and len(results) < most
 
     with Stopwatch() as watch:
         end = clock() + seconds
-        await asyncio.gather(*(ask() for _ in range(depth)))
+        await asyncio.gather(*(go_on() for _ in range(tasks)))
     return bed.judge(found, watch, results)
+
+
+async def _individually(bed: Bed, seconds: float, depth: int) -> Slice:
+    get = bed.cache.get
+
+    async def step(results: Results) -> None:
+        key = bed.next_keys(1)[0]
+        results.append((key, await get(key)))
+
+    return await _in_tasks(bed, seconds, depth, bed.most, step)
 
 
 async def _batches(bed: Bed, seconds: float, depth: int) -> Slice:
-    results: list[tuple[int, Any]] = []
-    found = Slice()
-    clock, most = time.perf_counter, bed.most
+    async def step(results: Results) -> None:
+        keys = bed.next_keys(depth // CALLS)
+        results.extend(zip(keys, await bed.cache.get_many(keys), strict=True))
 
-    async def ask() -> None:
-        going = True
-        while going:
-            keys = bed.next_keys(depth // CALLS)
-            begun = clock()
-            blocks = await bed.cache.get_many(keys)
-            found.latencies.append(clock() - begun)
-            results.extend(zip(keys, blocks, strict=True))
-            going = clock() < end and len(results) < most
-
-    with Stopwatch() as watch:
-        end = clock() + seconds
-        await asyncio.gather(*(ask() for _ in range(CALLS)))
-    return bed.judge(found, watch, results)
+    return await _in_tasks(bed, seconds, CALLS, bed.most, step)
 
 
 async def _batches_into(bed: Bed, seconds: float, depth: int) -> Slice:
-    results: list[tuple[int, Any]] = []
-    found = Slice()
-    clock, most = time.perf_counter, bed.most
-    rows = np.full((most, bed.payloads.size), 0xA5, np.uint8)
+    rows = np.full((bed.most, bed.payloads.size), 0xA5, np.uint8)
 
-    async def ask() -> None:
-        going = True
-        while going:
-            keys = bed.next_keys(depth // CALLS)
-            outs = [rows[len(results) + number] for number in range(len(keys))]
-            results.extend(zip(keys, outs, strict=True))
-            begun = clock()
-            await bed.cache.get_many_into(keys, outs)
-            found.latencies.append(clock() - begun)
-            going = clock() < end and len(results) + depth <= most
+    async def step(results: Results) -> None:
+        keys = bed.next_keys(depth // CALLS)
+        outs = list(rows[len(results) : len(results) + len(keys)])
+        results.extend(zip(keys, outs, strict=True))
+        await bed.cache.get_many_into(keys, outs)
 
-    with Stopwatch() as watch:
-        end = clock() + seconds
-        await asyncio.gather(*(ask() for _ in range(CALLS)))
-    return bed.judge(found, watch, results)
+    return await _in_tasks(bed, seconds, CALLS, bed.most - depth + 1, step)
 
 
 async def _stream(bed: Bed, seconds: float, depth: int) -> Slice:
@@ -251,17 +240,13 @@ async def reloads(
                 {name: partial(RELOADS[name], bed, plan.seconds, depth) for name in names},
                 partial(roofline.play, plan.seconds),
                 plan.pairs,
-                partial(_tell, progress, f"reloads of {size:,} bytes, depth {depth}"),
+                partial(progress.update, text=f"reloads of {size:,} bytes, depth {depth}"),
             )
             roofline.close()
             rows += [Row.of(found[name], ratios[name], operation=name, depth=depth, **what) for name in names]
             if names:
                 rows.append(Row.of(roofs, operation="read roofline", depth=depth, **what))
         return rows
-
-
-def _tell(progress: Progress, text: str, share: float) -> None:
-    progress.update(share, text)
 
 
 # -- spills ----------------------------------------------------------------------------------------------------------
@@ -325,7 +310,7 @@ async def spills(
                 {"spill": partial(putter.play, plan.seconds)},
                 partial(requests.play, plan.seconds),
                 plan.pairs,
-                partial(_tell, progress, f"spills of {size:,} bytes"),
+                partial(progress.update, text=f"spills of {size:,} bytes"),
             )
             requests.close()
         stats, wrong = cache.stats(), await putter.wrong()
@@ -434,7 +419,7 @@ async def mixed(
                 {"mix": partial(_mix, putter, plan.seconds, DEPTH, back)},
                 partial(requests.play, plan.seconds),
                 plan.pairs,
-                partial(_tell, progress, f"one put per get, {size:,} bytes"),
+                partial(progress.update, text=f"one put per get, {size:,} bytes"),
             )
             requests.close()
         stats = cache.stats()

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from asynckv.bench.figures import percentile
 from asynckv.bench.payloads import Payloads
 from asynckv.commands.output import run
 
-__all__ = ["Control", "Heartbeat", "late"]
+__all__ = ["Companion", "Heartbeat", "control", "late"]
 
 BEAT_SECONDS = 0.001
 POOL_BYTES = 256 << 20
@@ -118,12 +119,18 @@ async def _at_work(name: str, directory: str, size: int, total: int) -> dict[str
     return heart.figures() | {"seconds": seconds, "wrong": wrong + count - seen}
 
 
-class Control:
-    """A control process for as long as a ``with`` lasts; its figures are in `figures` afterwards."""
+class Companion:
+    """A process beside, for as long as a ``with`` lasts: it says when it is ready, and what it found at the end.
 
-    def __init__(self, loop: str) -> None:
-        self.figures: dict[str, Any] = {}
-        self._words = [sys.executable, "-m", __spec__.name, "--loop", loop]
+    Attributes
+    ----------
+    found
+        What it printed at the end, as JSON.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.found: Any = None
+        self._words = [sys.executable, *words]
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -134,16 +141,21 @@ class Control:
     def __exit__(self, *exc: object) -> None:
         output, _ = self._process.communicate()
         if exc == (None, None, None):
-            self.figures = json.loads(output)
+            self.found = json.loads(output)
+
+
+def control(loop: str) -> Companion:
+    """A heart that beats in a loop of this kind, in a process of its own."""
+    return Companion(["-m", __spec__.name, "--loop", loop])
 
 
 def late(name: str, directory: str, size: int, total: int, loop: str) -> dict[str, Any]:
     """Figures of a contender and of a control that beat beside it, in processes of their own."""
     words = [sys.executable, "-m", __spec__.name, "--loop", loop, "--name", name, "--directory", directory]
     words += ["--size", str(size), "--total", str(total)]
-    with Control(loop) as beside:
+    with control(loop) as beside:
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    return {"name": name, "loop": loop, "block": size, "store": json.loads(done.stdout), "control": beside.figures}
+    return {"name": name, "loop": loop, "block": size, "store": json.loads(done.stdout), "control": beside.found}
 
 
 if __name__ == "__main__":
