@@ -19,6 +19,7 @@ from asynckv._record import FORMAT_VERSION, HEADER_BYTES, PAGE_BYTES
 __all__ = [
     "CLAIM_AT",
     "LOG_START",
+    "NAMED_MAX",
     "NUMBER_MAX",
     "PAGE",
     "SEGMENT_NAME",
@@ -37,6 +38,7 @@ PAGE = PAGE_BYTES
 CLAIM_AT = PAGE  # the page behind the header says what is durable; the only one that is ever overwritten
 LOG_START = 2 * PAGE  # the first batch
 NUMBER_MAX = 10**15  # segment numbers of a real store stay far below; a file name has room for one digit more
+NAMED_MAX = NUMBER_MAX // 2  # of those that a page names: what is written later gets higher ones
 SEQUENCE_MAX = 1 << 62  # of batches: a number from there on would leave none for those to come
 SEGMENT_BYTES_MAX = (1 << 32) - (1 << 16)  # offsets are 32 bits in the index
 SUPERBLOCK_NAME = "superblock"
@@ -178,7 +180,7 @@ class SegmentHeader:
         if found is None or len(data) < PAGE:
             return None
         header = cls(*(*_SEGMENT.unpack_from(found[1]), bool(found[0] & FLAG_CLAIMED)))
-        if header.number >= NUMBER_MAX or header.previous >= max(header.number, 1):
+        if header.number > NAMED_MAX or header.previous >= max(header.number, 1):
             return None
         if header.oldest_live > header.number or header.sealed_upto > header.number or header.sequence >= SEQUENCE_MAX:
             return None
@@ -263,7 +265,11 @@ class Seal:
         if found is None or len(data) < PAGE:
             return None
         seal = cls(*(*_SEAL.unpack_from(found[1]), bool(found[0] & FLAG_LOSSY)))
-        if seal.offset != offset or seal.number >= NUMBER_MAX or not LOG_START <= seal.data_end <= offset:
+        if seal.offset != offset or not LOG_START <= seal.data_end <= offset:
+            return None
+        if seal.number > NAMED_MAX or seal.previous >= max(seal.number, 1):
+            return None
+        if seal.next and not seal.number < seal.next <= NAMED_MAX:
             return None
         if max(seal.sequence, seal.last_sequence) >= SEQUENCE_MAX or seal.oldest_live > seal.number:
             return None
@@ -336,6 +342,6 @@ class SnapshotHead:
             return None
         listed = tuple(_LISTED.unpack_from(data, start + i * _LISTED.size) for i in range(count))
         head = cls(*(*fields, listed))
-        if head.next_number > NUMBER_MAX // 2 or head.sequence >= SEQUENCE_MAX:
+        if head.next_number > NAMED_MAX or head.sequence >= SEQUENCE_MAX:
             return None
         return None if any(number >= head.next_number for number, _ in listed) else head

@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "seal-elsewhere",
         LAYOUT,
-        "if seal.offset != offset or seal.number",
-        "if seal.number",
+        "if seal.offset != offset or not LOG_START",
+        "if not LOG_START",
         "a seal counts where it was copied to",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from asynckv.tiers.layout import (
     LOG_START,
-    NUMBER_MAX,
+    NAMED_MAX,
     PAGE,
     Seal,
     SegmentHeader,
@@ -98,7 +98,7 @@ def test_either_copy_of_the_superblock_is_enough(damaged):
 @pytest.mark.parametrize(
     "change",
     [
-        {"number": NUMBER_MAX},
+        {"number": NAMED_MAX + 1},
         {"previous": 9},
         {"previous": 2**63},
         {"oldest_live": 10},
@@ -113,7 +113,11 @@ def test_a_header_that_contradicts_itself_is_refused(change):
 @pytest.mark.parametrize(
     "change",
     [
-        {"number": NUMBER_MAX},
+        {"number": NAMED_MAX + 1},
+        {"previous": 9},
+        {"next": 9},
+        {"next": 8},
+        {"next": 2**64 - 2**48},
         {"oldest_live": 10},
         {"sequence": 2**64 - 1},
         {"last_sequence": 2**62},
@@ -134,7 +138,7 @@ def test_a_seal_that_contradicts_itself_is_refused(change):
     "change",
     [
         {"next_number": 9},
-        {"next_number": NUMBER_MAX},
+        {"next_number": NAMED_MAX + 1},
         {"next_number": 2**64 - 1},
         {"sequence": 2**62},
         {"segments": ((8, 65536), (2**40, 45056))},
