@@ -63,6 +63,7 @@ def engine(request):
 
 def stuff(volume):
     """Another program takes every block that is left."""
+    assert volume.is_mount(), "unmounted meanwhile: what is behind it is not ours to fill"
     with (volume / "others").open("ab", buffering=0) as file:
         chunk = MIB
         while chunk >= 4096:
@@ -129,12 +130,11 @@ async def test_without_room_for_anything_memory_serves_and_nothing_more_is_given
         for start in range(0, 60, 10):
             await cache.put_many(blocks(10, start=start).items())
             await cache.flush()
-        greedy = asyncio.create_task(_greedy(volume))
-        for start in range(100, 160, 10):
-            await serves_from_memory(cache, start, 10)
-            with contextlib.suppress(asynckv.DiskError):
-                await cache.flush()
-        greedy.cancel()
+        async with _greedy(volume):
+            for start in range(100, 160, 10):
+                await serves_from_memory(cache, start, 10)
+                with contextlib.suppress(asynckv.DiskError):
+                    await cache.flush()
         left = cache.stats().disk_blocks
         for start in range(200, 240, 10):
             await serves_from_memory(cache, start, 10)
@@ -149,10 +149,20 @@ async def test_without_room_for_anything_memory_serves_and_nothing_more_is_given
         assert bytes(await cache.get(1000)) == payload(1000)
 
 
+@contextlib.asynccontextmanager
 async def _greedy(volume):
-    while True:
-        stuff(volume)
-        await asyncio.sleep(0.001)
+    """Whatever becomes free meanwhile is taken at once."""
+
+    async def take():
+        while True:
+            stuff(volume)
+            await asyncio.sleep(0.001)
+
+    task = asyncio.create_task(take())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def test_a_store_on_a_full_disk_opens_serves_what_it_has_and_recovers(volume):
