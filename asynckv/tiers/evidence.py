@@ -101,9 +101,9 @@ def scannable(size: int) -> bool:
     return 2 * PAGE <= size <= SEGMENT_BYTES_MAX
 
 
-def voted_id(headers: Iterable[SegmentHeader | None]) -> bytes:
-    """The store id that most headers name, for a store without a superblock; empty when there are none."""
-    votes = Counter(header.store_id for header in headers if header is not None)
+def voted_id(pages: Iterable[SegmentHeader | Seal | None]) -> bytes:
+    """The store id that most headers and seals name, for a store without a superblock; empty when there are none."""
+    votes = Counter(page.store_id for page in pages if page is not None)
     return votes.most_common(1)[0][0] if votes else b""
 
 

@@ -271,7 +271,7 @@ class Inspector:
                 self.report.damage.append("one copy of the superblock is damaged")
             return store_id
         self.report.damage.append("the superblock is missing" if data is None else "the superblock is damaged")
-        return voted_id(file.header for file in self.files)
+        return voted_id(page for file in self.files for page in (file.header, file.seal))
 
     def _head(self) -> SnapshotHead | None:
         """The head of the snapshot, when it is this store's."""

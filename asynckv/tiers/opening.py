@@ -120,6 +120,7 @@ class Opening:
         self.unreadable: set[int] = set()
         self.next_sequence = 1
         self._evidence = Evidence(b"")
+        self._dark: tuple[str, OSError] | None = None  # a segment that the disk did not give
         self._claimed: set[int] = set()  # numbers of segments with a damaged first page that have a claim of ours
         self.snapshot_size = -1
         self.snapshot_charge = 0
@@ -164,7 +165,7 @@ class Opening:
                 await self.backend.unlink(name)
         self.set.overhead = overhead
         peeks = await self._peek_all(found)
-        self.set.store_id = await self._store_id(names, in_the_way, [peek.header for peek in peeks])
+        self.set.store_id = await self._store_id(names, in_the_way, peeks)
         evidence = self._evidence = Evidence(self.set.store_id)
         for peek in peeks:
             evidence.learn(peek.header, peek.seal)
@@ -240,6 +241,7 @@ class Opening:
             if error.errno in NOT_ALLOWED or isinstance(error, TimeoutError):
                 raise _refused(segment.name, "opened", error) from error
             self.logger.warning("asynckv: a segment could not be opened: %s", error.strerror)
+            self._dark = segment.name, error
             return _Peek()
         try:
             peek = await self._ends(segment, file)
@@ -273,6 +275,7 @@ class Opening:
             if error.errno in OUR_SHORTAGE:
                 raise
             self.logger.warning("asynckv: a segment could not be read: %s", error.strerror)
+            self._dark = file.name, error
             return bytes(PAGE)
         return bytes(page)
 
@@ -284,8 +287,11 @@ class Opening:
                 "a write of the process that had the store before does not end", operation="open", errno=errno.ETIMEDOUT
             ) from error
 
-    async def _store_id(self, names: set[str], in_the_way: list[str], headers: list[SegmentHeader | None]) -> bytes:
-        """From the superblock; else what the segments agree on; else a new one, written."""
+    async def _store_id(self, names: set[str], in_the_way: list[str], peeks: list[_Peek]) -> bytes:
+        """From the superblock; else what the segments agree on; else a new one, written.
+
+        Not while the disk does not give what may tell: a new one makes all that is there another store's.
+        """
         if SUPERBLOCK_NAME in names:
             try:
                 known = decode_superblock(await self.backend.read_file(SUPERBLOCK_NAME, 1 << 16))
@@ -298,7 +304,9 @@ class Opening:
             if known is not None:
                 return known
             self.damaged("the superblock is damaged")
-        store_id = voted_id(headers)
+        store_id = voted_id(page for peek in peeks for page in (peek.header, peek.seal))
+        if not store_id and self._dark is not None:
+            raise _refused(self._dark[0], "read, nor any other page that names the store", self._dark[1])
         if store_id and SUPERBLOCK_NAME not in names:
             self.damaged("the superblock is missing")
         store_id = store_id or self.random(16)

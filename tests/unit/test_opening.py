@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import shutil
 
 import pytest
 from logkit import KIB, Disk, damage, fill, killed, segments_of, value_of
 
+from asynckv.backends import create_backend
+from asynckv.errors import DiskError
+from asynckv.testing import FaultyBackend, Script, error
 from asynckv.tiers.evidence import LOST_NUMBERS_MAX
 from asynckv.tiers.layout import PAGE, SegmentHeader, segment_name
 
@@ -90,3 +95,36 @@ async def test_a_reclaimed_segment_that_comes_back_is_removed_and_the_snapshot_s
         assert not disk.recovered
         assert not (path / segment_name(1)).exists()
         assert await disk.get_all(range(5)) == {key: value_of(key, 29, 5000) for key in range(5)}
+
+
+@pytest.mark.parametrize("seals", [False, True], ids=["nothing", "seals"])
+async def test_a_disk_that_gives_no_page_with_the_stores_name_makes_no_new_store(tmp_path, seals):
+    """A new superblock would make every segment another store's: what was a fault of a moment would cost all."""
+    path = tmp_path / "kv"
+    async with Disk(path, segment=64 * KIB) as disk:
+        await fill(disk, range(10))
+    superblock = (path / "superblock").read_bytes()
+
+    def sick(*args, **options):
+        return Dim(create_backend(*args, **options), Script().add("read_file", error(errno.EIO)), seals=seals)
+
+    with contextlib.nullcontext() if seals else pytest.raises(DiskError, match="names the store") as caught:
+        async with Disk(path, segment=64 * KIB, _backend_factory=sick):
+            pass
+    assert caught is None or caught.value.errno == errno.EIO
+    assert (path / "superblock").read_bytes() == superblock
+    async with Disk(path, segment=64 * KIB) as disk:
+        assert await disk.get_all(range(10)) == {key: value_of(key) for key in range(10)}
+
+
+class Dim(FaultyBackend):
+    """An engine on a disk that does not give the first pages of files, nor, unless the seals are there, any other."""
+
+    def __init__(self, inner, script, *, seals):
+        super().__init__(inner, script)
+        self.seals = seals
+
+    def read(self, file, offset, buffer, **options):
+        if offset == 0 or not self.seals:
+            self.script.add("read", error(errno.EIO), nth=1)
+        return super().read(file, offset, buffer, **options)
