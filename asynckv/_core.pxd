@@ -93,6 +93,13 @@ cdef class Desc:                # an interned descriptor: how to rebuild a block
     cdef uint32_t index         # in Table.descs, NONE when no entry uses it
     cdef uint32_t refs          # entries and temporary holds
 
+cdef class Request:             # a read that a ring does by itself: its owner keeps the memory mapped
+    cdef readonly int fd
+    cdef char *data             # where to
+    cdef readonly uint32_t span # bytes
+    cdef readonly uint64_t place    # first byte in the file
+    cdef public uint64_t token  # the ring's name of it in the kernel
+
 cdef class BlockMap:            # the state; helpers take this
     cdef Arena arena
     cdef readonly uint64_t capacity
@@ -161,6 +168,7 @@ cdef class BlockMap:            # the state; helpers take this
     cdef dict desc_by_raw
     cdef list desc_cache
     # the rest
+    cdef dict loads             # node -> Load of every read that nobody has ended yet
     cdef dict owed_keys         # kind byte + key: tombstones to write
     cdef bint backed_flag
     cdef bint recovering_flag

@@ -4,6 +4,7 @@ Calls are synchronous and come from one thread; only destructors of views may ru
 raise `ClosedError`; counters stay. In a forked child, calls raise `RuntimeError`.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Self, SupportsIndex, final
 
@@ -96,6 +97,113 @@ class Load:
     @property
     def view(self) -> memoryview:
         """Writable: the whole extent from 32 KiB on, else the stored length."""
+    @property
+    def plain_key(self) -> int | bytes | str:
+        """The key as users know it."""
+    @property
+    def fd(self) -> int: ...
+    @property
+    def place(self) -> int: ...
+    @property
+    def span(self) -> int:
+        """Bytes that a flight reads: whole pages from 32 KiB on."""
+    token: int
+    answers: Answers | None
+    """Of the call that asked; None when nobody did, or `reload` knows."""
+    @property
+    def index(self) -> int:
+        """The place in the answers."""
+    reload: Any
+    """What else is to be done when it ends."""
+    @property
+    def started(self) -> float: ...
+
+@final
+class Answers:
+    """What one call gets for its keys: a place for each, filled without Python when a read ends well.
+
+    Parameters
+    ----------
+    keys, results
+        As long as each other; the results that are there.
+    absent
+        Places without a result.
+    future
+        Resolved when none is missing any more.
+    counted
+        Whether its hits and misses are.
+    """
+
+    keys: list[Any]
+    results: list[Any]
+    codes: list[int]
+    counted: bool
+    missing: int
+    future: asyncio.Future[None]
+    gather: Any
+    """The waiter that stands for it, as soon as there is one."""
+    over: bool
+    """Nobody wants them any more."""
+    def __init__(
+        self, keys: list[Any], results: list[Any], absent: Sequence[int], future: Any, counted: bool = True
+    ) -> None: ...
+    def answer(self, place: int, block: Any, code: int) -> None:
+        """Fill a place; 0 as the code empties it."""
+    def drop(self) -> None:
+        """Let go of all results."""
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error."""
+
+class Flight:
+    """Reads that were handed to a ring together.
+
+    Attributes
+    ----------
+    begun
+        Of them, that the ring has got, in order.
+    left
+        That have not ended.
+    """
+
+    loads: list[Load]
+    begun: int
+    left: int
+    def give_up(self) -> tuple[list[Load], list[Load]]:
+        """Wait for none any more: those that nothing touches, and those that the kernel has."""
+    def cut(self) -> list[Load]:
+        """Take out those that the ring has not got."""
+    def took(self, begun: int) -> None:
+        """The ring has got them up to a place."""
+
+def aim(
+    loads: list[Load], fds: dict[int, int], mask: int, memory_mask: int, largest: int, flight: Flight
+) -> list[Load]:
+    """Put reads into a flight; what cannot fly comes back.
+
+    Parameters
+    ----------
+    fds
+        Descriptors by slot.
+    mask, memory_mask
+        Bits that must not be set in an offset or a length, and in an address.
+    largest
+        Most bytes of one.
+    """
+
+def land(found: list[tuple[Any, int]]) -> list[Load]:
+    """Take out of a ring's completions the reads of flights that moved all they should."""
+
+def verify(landed: list[Load], budget: int) -> tuple[list[Load], list[Load], list[Any], int]:
+    """Take reads off the front, for so many bytes, and compare their checksums.
+
+    Returns
+    -------
+    tuple
+        Those that are right, those that are wrong, the flights that are over with them, and the bytes.
+    """
+
+def strayed(load: Load) -> tuple[Any, bool]:
+    """End a read of a flight that did not move all it should: the flight, and whether nobody waited any more."""
 
 @final
 class Carry:
@@ -293,7 +401,44 @@ class Table(BlockMap):
     def release_spill(self, spill: Spill) -> None: ...
     def where(self, key: object) -> tuple[int, int, int, int] | None:
         """Slot, offset, stored bytes and checksum of a block on disk only and not loading."""
-    def begin_load(self, key: object, room: Room) -> Load: ...
+    def begin_load(self, key: object, room: Room, now: float = 0.0) -> Load: ...
+    def begin_loads(
+        self, answers: Answers, places: Iterable[int], largest: int, most: int, now: float
+    ) -> tuple[list[Load], list[int], int]:
+        """Begin to read what is on disk only and finds room at once, in order.
+
+        Parameters
+        ----------
+        largest
+            Stored bytes of a block.
+        most
+            Blocks.
+
+        Returns
+        -------
+        tuple of list, list, int
+            The reads, the places left, and how many were answered as misses.
+        """
+    def locate_loads(self, loads: list[Load]) -> tuple[list[Load], list[Load]]:
+        """Look again where blocks are, which may have been moved since their reads began: these, and the stale ones."""
+    def land_loads(
+        self, loads: list[Load], now: float, seconds: Callable[[float], object]
+    ) -> tuple[list[Load], int, int]:
+        """Publish blocks whose bytes are right, and answer the calls that they are for.
+
+        Returns
+        -------
+        tuple of list, int, int
+            Those left to the caller, as others asked too or the key was replaced; bytes and hits of the rest.
+        """
+    def loading(self, key: object) -> Load | None:
+        """The read that fills a key's block."""
+    @property
+    def loads_begun(self) -> list[Load]:
+        """All reads that have not ended or expired."""
+    @property
+    def loads_count(self) -> int:
+        """How many."""
     def is_current(self, load: Load) -> bool: ...
     def finish_load(self, load: Load, ok: bool) -> bool:
         """The read ended: whether the block is readable now. Does not forget a damaged one: see `drop`."""

@@ -11,8 +11,8 @@ cimport numpy as cnp
 from cpython.buffer cimport (PyBUF_CONTIG, PyBUF_FORMAT, PyBUF_FULL_RO, PyBuffer_FillInfo, PyBuffer_IsContiguous,
                              PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.list cimport PyList_GET_ITEM
-from cpython.memoryview cimport PyMemoryView_FromObject
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.memoryview cimport PyMemoryView_FromMemory, PyMemoryView_FromObject
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -23,6 +23,7 @@ import os
 from operator import index as operator_index
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from asynckv.errors import ClosedError, InternalError
 
@@ -57,6 +58,7 @@ include "_core_pool.pxi"
 include "_core_index.pxi"
 include "_core_evict.pxi"
 include "_core_block.pxi"
+include "_core_flight.pxi"
 include "_core_io.pxi"
 
 
@@ -179,6 +181,7 @@ cdef class BlockMap:
         self.desc_free = []
         self.desc_by_raw = {}
         self.desc_cache = [None] * 128 + [desc_parse(b"\0")]
+        self.loads = {}
         self.owed_keys = {}
         self.directory = <SubTable **>malloc(sizeof(SubTable *))
         if self.directory == NULL:
@@ -477,7 +480,7 @@ cdef class BlockMap:
         parse_key(self, key, &k)
         if draft.stored >= MAX_STORED or (draft.extent >> self.granule_shift) > self.granules:
             return False
-        if not take_now(self, <uint32_t>(draft.extent >> self.granule_shift), &n):
+        if not take_now(self, <uint32_t>(draft.extent >> self.granule_shift), &n, True):
             return False
         try:
             draft_copy(self, draft, n)

@@ -373,8 +373,8 @@ cdef bint oldest_is_dirty(BlockMap t) noexcept:
     return False
 
 
-cdef int take_now(BlockMap t, uint32_t size, uint32_t *out) except -1:
-    """An extent with at most a few hundred evictions: 1, or 0 and nothing changed."""
+cdef int take_now(BlockMap t, uint32_t size, uint32_t *out, bint patient) except -1:
+    """An extent with at most a few hundred evictions: 1, or 0 and nothing changed. `patient` as for a room."""
     cdef uint32_t v, first = NONE, visits = 0, evictions = 0, walk = 256
     cdef uint64_t start = 0
     cdef int more = 0, tries = 0, found
@@ -384,7 +384,7 @@ cdef int take_now(BlockMap t, uint32_t size, uint32_t *out) except -1:
     if c != NONE:
         out[0] = c
         return 1
-    if oldest_is_dirty(t):
+    if patient and oldest_is_dirty(t):
         return 0
     v = next_victim(t, &more)
     while v != NONE and tries < 4:

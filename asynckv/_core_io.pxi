@@ -36,20 +36,37 @@ cdef class Spill:
 
 @cython.final
 @cython.no_gc_clear
-cdef class Load:
-    """One block being read back; see `Table.begin_load`."""
+cdef class Load(Request):
+    """One block being read back; see `Table.begin_load` and `Table.begin_loads`."""
 
     cdef BlockMap table
+    cdef Arena arena            # keeps the bytes mapped, whatever becomes of the table
     cdef readonly uint32_t node
     cdef uint32_t entry
     cdef readonly int kind
     cdef readonly bytes key
     cdef readonly uint64_t stored
     cdef readonly uint32_t slot
-    cdef readonly uint32_t offset
     cdef readonly uint64_t checksum
     cdef readonly bytes desc
     cdef int status             # 0 in flight, 1 expired, 2 over, 3 over and readable
+    cdef public Answers answers # of the call that asked, until somebody else asks too
+    cdef readonly Py_ssize_t index
+    cdef public object reload   # the scheduler's, when more is to be done than to publish the bytes
+    cdef readonly double started
+    cdef Flight flight
+    cdef int stage
+
+    @property
+    def offset(self):
+        return self.place
+
+    @property
+    def plain_key(self):
+        """The key as users know it."""
+        if self.kind == 0:
+            return int.from_bytes(self.key, "little", signed=True)
+        return self.key if self.kind == 1 else self.key.decode()
 
     @property
     def view(self):
@@ -58,6 +75,64 @@ cdef class Load:
             raise InternalError("this load is over")
         enter(self.table)
         return io_view(self.table, self.node, self.stored, True)
+
+
+cdef Load load_new(BlockMap t, uint32_t i):
+    """A read of an entry that is on disk only; nothing has changed yet."""
+    cdef Entry *e = E(t, i)
+    cdef Load l = Load.__new__(Load)
+    l.table = t
+    l.arena = t.arena
+    l.key = raw_bytes(e)
+    l.kind = e.kind
+    l.stored = e.length
+    l.slot = e.slot
+    l.place = e.offset
+    l.checksum = e.checksum
+    l.desc = D(t, e.desc).raw
+    l.entry = i
+    return l
+
+
+cdef int load_start(BlockMap t, Load l, uint32_t n) except -1:
+    """From here on extent n is the read's."""
+    t.loads[n] = l              # first: it may fail
+    l.node = n
+    E(t, l.entry).node = n
+    N(t, n).entry = l.entry
+    set_state(N(t, n), LOADING)
+    node_hold(t, n)
+    return 0
+
+
+cdef bint load_current(BlockMap t, Load l) noexcept:
+    return l.status == 0 and N(t, l.node).entry != NONE
+
+
+cdef void load_publish(BlockMap t, Load l) noexcept:
+    """The bytes of a current read are there."""
+    set_state(N(t, l.node), READY)
+    t.memory_count += 1
+    t.disk_only -= 1
+    policy_insert(t, l.node)
+    l.status = 3
+    node_unhold(t, l.node)
+
+
+cdef int load_end(BlockMap t, Load l, bint ok) except -1:
+    """The read ended: 1 when the block is readable now."""
+    if l.status >= 2:
+        raise InternalError("this load is over")
+    t.loads.pop(l.node, None)
+    if load_current(t, l):
+        if ok:
+            load_publish(t, l)
+            return 1
+        E(t, N(t, l.node).entry).node = NONE
+        node_detach(t, l.node)
+    l.status = 2
+    node_unhold(t, l.node)
+    return 0
 
 
 @cython.final

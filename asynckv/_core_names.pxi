@@ -79,6 +79,16 @@ cdef enum:
     L_SEGMENT = 3
     POLICY_LRU = 0
     POLICY_FIFO = 1
+    # how a key of a call ended; the same numbers as in asynckv.waiting
+    A_PENDING = 0
+    A_DISK_HIT = 2
+    A_MISS = 3
+    # where a read of a flight is
+    WAITS = 0
+    FLIES = 1                   # the kernel has it
+    LANDED = 2                  # all bytes moved, not yet verified
+    LOST = 3                    # given up; the kernel still has it
+    ENDED = 4
 
 cdef uint64_t EMPTY = 0xFFFFFFFFFFFFFFFFULL
 cdef uint64_t MAX_DIM = 0x7FFFFFFFFFFFFFFFULL               # numpy's own limit on an array's bytes

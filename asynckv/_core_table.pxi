@@ -86,59 +86,137 @@ cdef class Table(BlockMap):
             return None
         return e.slot, e.offset, e.length, e.checksum
 
-    def begin_load(self, key, Room room):
+    def begin_load(self, key, Room room, double now=0.0):
         cdef uint32_t i = find_key(self, key)
-        cdef Entry *e
         cdef Load l
-        cdef uint32_t n
         if i == NONE or E(self, i).node != NONE or E(self, i).slot == NONE:
             raise InternalError("not a block on disk only")
-        e = E(self, i)
-        check_room(self, room, e.length)
-        l = Load.__new__(Load)
-        l.table = self
-        l.key = raw_bytes(e)
-        l.kind = e.kind
-        l.stored = e.length
-        l.slot = e.slot
-        l.offset = e.offset
-        l.checksum = e.checksum
-        l.desc = D(self, e.desc).raw
-        l.entry = i
-        n = room.use(self)
-        l.node = n
-        e.node = n
-        N(self, n).entry = i
-        set_state(N(self, n), LOADING)
-        node_hold(self, n)
+        check_room(self, room, E(self, i).length)
+        l = load_new(self, i)
+        l.started = now
+        load_start(self, l, room.node)
+        room.use(self)
         return l
+
+    def begin_loads(self, Answers answers not None, places, uint64_t largest, Py_ssize_t most, double now):
+        cdef list begun = [], left = []
+        cdef Py_ssize_t place, misses = 0
+        cdef uint64_t evicted = self.n_evictions
+        cdef Key k
+        cdef uint32_t i, n = NONE
+        cdef Entry *e
+        cdef Load l
+        enter(self)
+        try:
+            for place in places:
+                parse_key(self, answers.keys[place], &k)
+                i = index_find(self, &k)
+                if i == NONE or not readable(self, E(self, i)):
+                    if self.recovering_flag:
+                        left.append(place)
+                    else:
+                        answers.codes[place] = A_MISS
+                        answers.missing -= 1
+                        misses += 1
+                    continue
+                e = E(self, i)
+                if PyList_GET_SIZE(begun) >= most or e.node != NONE or e.slot == NONE or not 0 < e.length <= largest:
+                    left.append(place)
+                    continue
+                l = load_new(self, i)
+                if not take_now(self, <uint32_t>(extent_of(self, e.length) >> self.granule_shift), &n, False):
+                    most = 0    # who comes first gets the next room
+                    left.append(place)
+                    continue
+                try:
+                    load_start(self, l, n)
+                except BaseException:
+                    pool_settle(self, n)
+                    raise
+                l.answers = answers
+                l.index = place
+                l.started = now
+                begun.append(l)
+                if self.n_evictions - evicted > MAX_EVICT:
+                    most = 0    # the rest next turn
+        except BaseException:
+            for l in begun:
+                l.answers = None
+                load_end(self, l, False)
+            raise
+        if answers.missing == 0:
+            answers.complete()
+        return begun, left, misses
+
+    def locate_loads(self, list loads not None):
+        cdef list kept = [], stale = []
+        cdef Load l
+        cdef Entry *e
+        enter(self)
+        for l in loads:
+            if not load_current(self, l):
+                stale.append(l)
+                continue
+            e = E(self, l.entry)
+            l.slot = e.slot
+            l.place = e.offset
+            kept.append(l)
+        return kept, stale
+
+    def land_loads(self, list loads not None, double now, seconds):
+        cdef list odd = [], complete = []
+        cdef uint64_t nbytes = 0
+        cdef Py_ssize_t hits = 0
+        cdef Load l
+        cdef Answers a
+        enter(self)
+        for l in loads:
+            if l.reload is not None or not load_current(self, l):
+                odd.append(l)
+                continue
+            a = l.answers
+            l.answers = None
+            nbytes += l.stored
+            load_end(self, l, True)
+            seconds(now - l.started)
+            if a is None or a.over:
+                continue
+            E(self, l.entry).flags |= E_USED    # a reload that somebody waited for
+            try:
+                a.results[l.index] = block_view(self, l.node, D(self, E(self, l.entry).desc), l.stored, False)
+            except BaseException as error:
+                a.fail(error)
+                continue
+            a.codes[l.index] = A_DISK_HIT
+            hits += a.counted
+            a.missing -= 1
+            if a.missing == 0:
+                complete.append(a)
+        for a in complete:
+            a.complete()
+        return odd, nbytes, hits
+
+    def loading(self, key):
+        cdef uint32_t i = find_key(self, key)
+        if i == NONE or E(self, i).node == NONE or state_of(N(self, E(self, i).node)) != LOADING:
+            return None
+        return self.loads.get(E(self, i).node)
+
+    @property
+    def loads_begun(self):
+        return list(self.loads.values())
+
+    @property
+    def loads_count(self):
+        return len(self.loads)
 
     def is_current(self, Load load not None):
         enter(self)
-        return load.status == 0 and N(self, load.node).entry != NONE
+        return load_current(self, load)
 
     def finish_load(self, Load load not None, ok):
-        cdef Node *p
-        cdef Entry *e
         enter(self)
-        if load.status >= 2:
-            raise InternalError("this load is over")
-        p = N(self, load.node)
-        if load.status == 0 and p.entry != NONE:
-            e = E(self, p.entry)
-            if ok:
-                set_state(p, READY)
-                self.memory_count += 1
-                self.disk_only -= 1
-                policy_insert(self, load.node)
-                load.status = 3
-                node_unhold(self, load.node)
-                return True
-            e.node = NONE
-            node_detach(self, load.node)
-        load.status = 2
-        node_unhold(self, load.node)
-        return False
+        return load_end(self, load, ok) == 1
 
     def expire_load(self, Load load not None):
         cdef Node *p
@@ -146,6 +224,7 @@ cdef class Table(BlockMap):
         if load.status != 0:
             return
         load.status = 1
+        self.loads.pop(load.node, None)
         p = N(self, load.node)
         p.flags |= N_EXPIRED
         if p.entry != NONE:
@@ -187,7 +266,7 @@ cdef class Table(BlockMap):
             i = N(self, (<Load>what).node).entry if (<Load>what).status == 0 else NONE
             if (<Load>what).status >= 2:
                 i = find_raw(self, (<Load>what).kind, (<Load>what).key)
-                if i != NONE and (E(self, i).slot != (<Load>what).slot or E(self, i).offset != (<Load>what).offset):
+                if i != NONE and (E(self, i).slot != (<Load>what).slot or E(self, i).offset != (<Load>what).place):
                     i = NONE        # a newer version, or moved: not what was found damaged
         else:
             i = find_key(self, what)

@@ -25,6 +25,7 @@ import time
 import warnings
 import weakref
 
+from asynckv._core cimport Request
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from cython cimport final
@@ -176,6 +177,45 @@ cdef class Ring(Slots):
             raise
         self.enqueue(index)
         return self.token(index)
+
+    def read_all(self, list requests, Py_ssize_t first, uint64_t most):
+        """Queue the reads of a list, from one on, as far as there is room and for at most so many bytes.
+
+        Each is its own tag, and keeps its memory mapped.
+
+        Returns
+        -------
+        int
+            Place of the first that was not queued.
+        """
+        self.check()
+        cdef Py_ssize_t number = first
+        cdef int32_t index, region
+        cdef Request request
+        cdef Slot *slot
+        cdef uint64_t bytes_left = most
+        while number < len(requests) and self.free_first >= 0 and (bytes_left or number == first):
+            request = <Request?>requests[number]
+            index = self.take_slot(request)
+            slot = &self.slots[index]
+            try:
+                region = self.region_of(request.data, request.span)
+                akv_prepare(
+                    &slot.sqe,
+                    IORING_OP_READ if region < 0 else IORING_OP_READ_FIXED,
+                    request.fd, <uint64_t><size_t>request.data, request.span, request.place,
+                )
+                if region >= 0:
+                    slot.sqe.buf_index = <uint16_t>region
+                self.use_file(&slot.sqe, request.fd)
+            except BaseException:
+                self.free_slot(slot)
+                raise
+            self.enqueue(index)
+            request.token = self.token(index)
+            bytes_left -= min(bytes_left, <uint64_t>request.span)
+            number += 1
+        return number
 
     def write(self, tag, int fd, buffers, uint64_t offset):
         """Queue a write of buffers, one after the other, and return its token; see `read`."""

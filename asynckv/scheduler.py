@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from asynckv._core import Answers
 from asynckv.errors import DiskError
 from asynckv.health import READ, Breaker
 from asynckv.tiers.base import wait_at_most
@@ -28,6 +29,7 @@ from asynckv.waiting import (
     DISK,
     DISK_HIT,
     DONE,
+    FLIGHT_BLOCKS,
     ITEM_BYTES,
     LOADING,
     MISS,
@@ -47,7 +49,7 @@ from asynckv.writer import Writer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asynckv._core import Draft, Room, Table
+    from asynckv._core import Draft, Load, Room, Table
     from asynckv.clock import Clock, TimerHandle
     from asynckv.config import Config
     from asynckv.tiers.base import Tier
@@ -58,6 +60,7 @@ LATENCIES_KEPT = 4096
 COPY_BYTES = 2 << 20  # in one turn of the loop, by all calls together: some 0.3 ms
 FAILED_READS_KEPT = 1024
 PREFETCH_BLOCKS_MAX = 512
+FLIGHT_BLOCK_MAX = 256 << 10  # larger ones are read one by one, and verified by a worker
 # Of the pool: dirty blocks never hold more than this, so that reloads always find clean or free room.
 DIRTY_LIMIT = 15 / 16
 # Of the pool: what operations past their deadline may hold before the disk is switched off.
@@ -124,8 +127,7 @@ class Scheduler:
         self.breaker = Breaker(self._health_changed)
         self.load_queue = RoomQueue(loop, clock, config.room_timeout, self.kick)
         self.put_queue = RoomQueue(loop, clock, config.room_timeout, self.kick)
-        self.reloads: dict[Any, Reload] = {}  # the current one of each key
-        self._reading: set[Reload] = set()  # stale ones too
+        self._boarding: list[Load] = []  # reads begun in this turn, that fly together
         self._failed_reads: set[Any] = set()
         self.looking: set[Gather] = set()  # large batches between two turns
         self.writer = Writer(self, config)
@@ -225,32 +227,47 @@ class Scheduler:
         if len(keys) > TURN_KEYS:
             gather = Gather(self, keys)
             gather.start()
+            answers = gather.answers
         else:
             found = ([None] * len(keys), range(len(keys))) if absent else self.table.get_many(keys)
             if not found[1]:
                 return found[0]
-            gather = Gather(self, keys)
-            gather.go_on(*found)
+            places = found[1]
+            answers = Answers(keys, found[0], places, self.loop.create_future())
             del found  # a cancelled call, whose frame lives on in the error, pins nothing
-        if gather.future.done():
-            return gather.results
+            self._answer(answers, places, patient=timeout is None)
+        if not answers.missing:
+            return answers.results
         timer = None
         if timeout is not None:
-            timer = self.clock.call_later(self.loop, timeout, gather.patience_over)
+            timer = self.clock.call_later(self.loop, timeout, answers.gather.patience_over)
         try:
-            await gather.future
-            return gather.results
+            await answers.future
+            return answers.results
         except asyncio.CancelledError:
-            gather.cancel()
+            if answers.gather is not None:
+                answers.gather.cancel()
+            answers.drop()
             raise
         finally:
             if timer is not None:
                 timer.cancel()
 
+    def _answer(self, answers: Answers, places: Sequence[int], *, patient: bool) -> None:
+        """Start to get what is not in memory."""
+        try:
+            if not self.load_queue and not self.put_queue:
+                places = self.begin(answers, places)
+            if places or not patient:
+                Gather(self, answers=answers).go_on(places)
+        except BaseException:
+            answers.drop()
+            raise
+
     @property
     def reading(self) -> bool:
         """Whether the disk is asked for blocks."""
-        return bool(self._reading)
+        return self.table.loads_count > 0
 
     def count(self, code: int) -> None:
         """Count keys that ended with `code`; memory hits are counted by the table."""
@@ -269,41 +286,141 @@ class Scheduler:
             self.counters.memory_hits -= 1
 
     def current_reload(self, key: Any) -> Reload | None:
-        reload = self.reloads.get(plain_key(key))
-        return reload if reload is not None and self.table.is_current(reload.load) else None
+        load = self.table.loading(key)
+        return None if load is None else self.reload_of(load)
+
+    def reload_of(self, load: Load) -> Reload:
+        """What a read is for when more is to be done at its end than to publish the bytes: `finish_reload` does it."""
+        reload: Reload | None = load.reload
+        if reload is None:
+            answers, load.answers = load.answers, None
+            reload = load.reload = Reload(self, load)
+            if answers is not None and not answers.over:
+                reload.waiters.append((answers.gather or Gather(self, answers=answers), load.index))
+        return reload
 
     def start_reload(self, key: Any, room: Room) -> Reload:
         """Submit the read of a block that is on disk only, into room already granted."""
-        plain = plain_key(key)
-        reload = Reload(self, plain, self.table.begin_load(key, room))
-        self.reloads[plain] = reload
+        load = self.table.begin_load(key, room, self.clock.monotonic())
         self.spend(0)
-        assert self.tier is not None
         try:
-            self.tier.read(reload.load, reload)
-        except BaseException:
-            del self.reloads[plain]
-            self.table.finish_load(reload.load, False)
+            return self._read(load)
+        except BaseException as failure:
+            self._abandon(load, failure)
             raise
-        self._reading.add(reload)
+
+    def _read(self, load: Load) -> Reload:
+        assert self.tier is not None
+        reload = self.reload_of(load)
+        self.tier.read(load, reload)
         return reload
+
+    def _abandon(self, load: Load, failure: BaseException) -> None:
+        """A read could not be submitted, for want of memory, say: those who wait get the reason."""
+        answers, reload = load.answers, load.reload
+        load.answers = load.reload = None
+        self.table.finish_load(load, False)
+        if answers is not None:
+            answers.fail(failure)
+        if reload is not None:
+            self._answer_waiters(reload, lambda gather, _: gather.broken(failure))
+            reload.end()
+
+    def begin(self, answers: Answers, places: Sequence[int]) -> list[int]:
+        """Start to read what is on disk and finds room at once; the places that are left."""
+        loads, left, misses = self.table.begin_loads(
+            answers, places, FLIGHT_BLOCK_MAX, FLIGHT_BLOCKS, self.clock.monotonic()
+        )
+        if answers.counted:
+            self.counters.misses += misses
+        if loads:
+            self.spend(0)
+            if not self._boarding:
+                self.loop.call_soon(self._depart)
+            self._boarding += loads
+        return left
+
+    def _depart(self) -> None:
+        """Submit what was begun in the last turn of the loop, together."""
+        loads, self._boarding = self._boarding, []
+        if self.closed:
+            return
+        loads, stale = self.table.locate_loads(loads)
+        for load in stale:  # replaced or deleted already: nothing is read
+            reload = self.reload_of(load)
+            load.reload = None
+            self.table.finish_load(load, False)
+            self._answer_waiters(reload, Gather.again)
+            reload.end()
+        if loads:
+            self._submit(loads)
+
+    def _submit(self, loads: list[Load]) -> None:
+        assert self.tier is not None
+        submitted = 0
+        try:
+            loads = self.tier.fly(loads, self)
+            for load in loads:
+                self._read(load)
+                submitted += 1
+        except Exception as failure:
+            for load in loads[submitted:]:
+                self._abandon(load, failure)
+
+    # As the pilot of its reads, see `asynckv.backends.base.Pilot`.
+
+    def on_landed(self, loads: list[Load]) -> None:
+        """Publish blocks, and answer those who wait for them."""
+        if self.closed:
+            return
+        counters = self.counters
+        odd, nbytes, hits = self.table.land_loads(loads, self.clock.monotonic(), counters.load_seconds.append)
+        counters.loaded_blocks += len(loads) - len(odd)
+        counters.loaded_bytes += nbytes
+        counters.disk_hits += hits
+        self.breaker.success(READ)
+        if self._failed_reads:
+            self._failed_reads.difference_update(load.plain_key for load in loads)
+        for load in odd:
+            reload = self.reload_of(load)
+            reload.released = True
+            reload.on_ended(True, None)
+        self.kick()
+
+    def on_fallen(self, load: Load, error: BaseException | None, free: bool) -> None:
+        """Try it once more by itself, or answer with what there is."""
+        if self.closed:
+            return
+        reload = self.reload_of(load)
+        if error is not None:
+            reload.released = free
+            reload.on_ended(False, error)
+            return
+        try:
+            self._read(load)
+        except Exception as failure:
+            self._abandon(load, failure)
+
+    def on_released(self, load: Load) -> None:
+        """The bytes of one that ran past its deadline are free now."""
+        reload: Reload | None = load.reload
+        if reload is not None:
+            reload.on_released()
 
     def finish_reload(self, reload: Reload, good: bool, error: BaseException | None) -> None:
         """Publish or discard the bytes of a read that ended, and answer those who wait for it."""
         if self.closed:
             return
         table, counters, load = self.table, self.counters, reload.load
-        self._reading.discard(reload)
-        if self.reloads.get(reload.key) is reload:
-            del self.reloads[reload.key]
         current = table.is_current(load)
         if isinstance(error, TimeoutError) and not reload.released:
             reload.expired = True
             table.expire_load(load)
         else:
+            load.reload = None  # which holds it
             arrived = table.finish_load(load, good)
             if arrived:
-                seconds = self.clock.monotonic() - reload.started
+                seconds = self.clock.monotonic() - load.started
                 counters.load_seconds.append(seconds)
                 counters.loaded_blocks += 1
                 counters.loaded_bytes += load.stored
@@ -324,20 +441,20 @@ class Scheduler:
             self.breaker.failure(READ)
             if current and self.breaker.ok:
                 self._unreadable(reload.key)
+        if good and current:
+            self._answer_waiters(reload, lambda gather, index: gather.arrived(index, load))
+        else:
+            self._answer_waiters(reload, Gather.failed if current else Gather.again)
+        self.kick()
+        self.writer.go_on()  # a dropped block owes a tombstone
+
+    def _answer_waiters(self, reload: Reload, answer: Callable[[Gather, int], object]) -> None:
         for gather, index in reload.waiters:
             try:
-                if good and current:
-                    if not gather.future.done():
-                        gather.arrived(index, table.block(load))
-                elif current:
-                    gather.failed(index)
-                else:
-                    gather.again(index)
+                answer(gather, index)
             except Exception as failure:  # no memory for a view, say: the others are answered all the same
                 gather.broken(failure)
         reload.waiters.clear()
-        self.kick()
-        self.writer.go_on()  # a dropped block owes a tombstone
 
     def _unreadable(self, key: Any) -> None:
         """A block that fails twice on a disk that serves others would fail for ever: forget it, as damage."""
@@ -360,7 +477,7 @@ class Scheduler:
                 if room is not None:
                     self.start_reload(key, room)
                     begun += 1
-                room_left = room is not None and len(self._reading) < PREFETCH_BLOCKS_MAX
+                room_left = room is not None and self.table.loads_count < PREFETCH_BLOCKS_MAX
         return begun
 
     def _clean_room(self, key: Any) -> Room | None:
@@ -615,7 +732,8 @@ class Scheduler:
             waiting.update(gather.future for gather in self.looking)
             if self.calls.count:
                 waiting.add(self.calls.over())
-            for reload in self._reading:
+            for load in self.table.loads_begun:
+                reload = self.reload_of(load)
                 waiting.add(reload.over())
                 waiting.update(gather.future for gather, _ in reload.waiters)
             pending = [future for future in waiting if not future.done()]

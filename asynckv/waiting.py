@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from asynckv._core import Answers
+
 if TYPE_CHECKING:
     from asynckv._core import Draft, Load, Room
     from asynckv.clock import Clock, TimerHandle
@@ -34,6 +36,7 @@ PENDING, MEMORY_HIT, DISK_HIT, MISS, NO_ROOM = range(5)
 # What one call may do before the loop turns: some hundred microseconds of look-ups.
 TURN_KEYS = 512
 RELOAD_KEYS = 16  # of look-ups: what starting a reload costs
+FLIGHT_BLOCKS = 128  # reloads that one call starts at once
 ITEM_BYTES = 4 << 10  # of copying: what a put costs besides its bytes
 
 WORKING_LOOK_SECONDS = 0.05  # how often those behind a working head are looked at, once they are late
@@ -158,11 +161,11 @@ class Waiter:
     future: asyncio.Future[Any]
     arrival: int
 
-    def __init__(self, scheduler: Scheduler, queue: RoomQueue) -> None:
+    def __init__(self, scheduler: Scheduler, queue: RoomQueue, future: asyncio.Future[Any] | None = None) -> None:
         self._scheduler = scheduler
         self._queue = queue
         self._room: Room | None = None
-        self.future = scheduler.loop.create_future()
+        self.future = scheduler.loop.create_future() if future is None else future
 
     def step(self) -> int:
         """Take what room there is: DONE, AGAIN next turn, or BLOCKED."""
@@ -248,17 +251,17 @@ class Owned:
 class Reload(Owned):
     """One read of one block into the pool, and those who wait for it; the sink of that read."""
 
-    __slots__ = ("_over", "key", "load", "started", "waiters")
+    __slots__ = ("_over", "key", "load", "waiters")
 
-    def __init__(self, scheduler: Scheduler, key: Any, load: Load) -> None:
+    def __init__(self, scheduler: Scheduler, load: Load) -> None:
         super().__init__(scheduler)
-        self.key = key
+        self.key = load.plain_key
         self.load = load
         self.waiters: list[tuple[Gather, int]] = []
-        self.started = scheduler.clock.monotonic()
         self._over: asyncio.Future[None] | None = None
 
     def give_back(self) -> None:
+        self.load.reload = None  # which holds this
         self.scheduler.table.release_load(self.load)
 
     def on_ended(self, result: bool, error: BaseException | None) -> None:
@@ -266,8 +269,12 @@ class Reload(Owned):
         try:
             self.scheduler.finish_reload(self, result, error)
         finally:
-            if self._over is not None:
-                self._over.set_result(None)
+            self.end()
+
+    def end(self) -> None:
+        """The read is no longer under way."""
+        if self._over is not None:
+            self._over.set_result(None)
 
     def over(self) -> asyncio.Future[None]:
         """A future that ends with the read."""
@@ -280,21 +287,44 @@ class Gather(Waiter):
     """The reads of one call: a list of keys, answered in order.
 
     `results[i]` is a block or None, `codes[i]` says how it ended.
+
+    Parameters
+    ----------
+    answers
+        Those of a call that is under way; without it `keys` and `counted` make new ones.
     """
 
-    __slots__ = ("_missing", "_room_bytes", "_todo", "codes", "counted", "keys", "results")
+    __slots__ = ("_room_bytes", "_todo", "answers")
 
     future: asyncio.Future[None]
 
-    def __init__(self, scheduler: Scheduler, keys: Sequence[Any], *, counted: bool = True) -> None:
-        super().__init__(scheduler, scheduler.load_queue)
-        self.keys = keys
-        self.counted = counted
-        self.results: list[Any] = [None] * len(keys)
-        self.codes = [PENDING] * len(keys)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        keys: Sequence[Any] = (),
+        *,
+        counted: bool = True,
+        answers: Answers | None = None,
+    ) -> None:
+        super().__init__(scheduler, scheduler.load_queue, None if answers is None else answers.future)
+        if answers is None:
+            answers = Answers(list(keys), [None] * len(keys), range(len(keys)), self.future, counted)
+        answers.gather = self
+        self.answers = answers
         self._todo: deque[int] = deque()
-        self._missing = len(keys)
         self._room_bytes = 0  # stored bytes of the block it is for
+
+    @property
+    def keys(self) -> list[Any]:
+        return self.answers.keys
+
+    @property
+    def results(self) -> list[Any]:
+        return self.answers.results
+
+    @property
+    def codes(self) -> list[int]:
+        return self.answers.codes
 
     def start(self) -> None:
         """Answer what needs no room, some hundred keys a turn, then queue for the rest."""
@@ -303,14 +333,9 @@ class Gather(Waiter):
                 self._scheduler.table.check_key(key)
         self._look(0)
 
-    def go_on(self, blocks: list[Any], absent: Sequence[int]) -> None:
-        """As `start`, when the hits among some hundred keys are known: the blocks, and the places without one."""
-        self.results = blocks
-        self.codes = [MEMORY_HIT] * len(blocks)
-        self._missing = len(absent)
-        for index in absent:
-            self.codes[index] = PENDING
-        for index in absent:
+    def go_on(self, places: Sequence[int]) -> None:
+        """As `start`, for some hundred places whose keys are not in memory."""
+        for index in places:
             if not self._without_memory(index):
                 self._todo.append(index)
         if self._todo:
@@ -335,7 +360,7 @@ class Gather(Waiter):
         except Exception as error:
             self.broken(error)
 
-    def broken(self, error: Exception) -> None:
+    def broken(self, error: BaseException) -> None:
         """Something failed that is neither the disk's nor the pool's answer: the call ends with it."""
         if not self.future.done():
             self.future.set_exception(error)
@@ -343,7 +368,7 @@ class Gather(Waiter):
     def _without_room(self, index: int) -> bool:
         """Answer a key that is in memory or nowhere, or join its reload; False for a block on disk."""
         table, key = self._scheduler.table, self.keys[index]
-        block = table.get(key) if self.counted else table.peek(key)
+        block = table.get(key) if self.answers.counted else table.peek(key)
         if block is not None:
             self._settle(index, block, MEMORY_HIT)
             return True
@@ -366,22 +391,26 @@ class Gather(Waiter):
 
     def cancel(self) -> None:
         self._todo.clear()
-        self.results = []
+        self.answers.drop()
         super().cancel()
 
     def _settle(self, index: int, block: Any, code: int) -> None:
-        if self.future.done() or self.codes[index] != PENDING:
+        answers = self.answers
+        if self.future.done() or answers.codes[index] != PENDING:
             return
-        self.results[index] = block
-        self.codes[index] = code
-        if self.counted:
+        if answers.counted:
             self._scheduler.count(code)
-        self._missing -= 1
-        if self._missing == 0:
-            self.future.set_result(None)
+        answers.answer(index, block, code)
 
     def step(self) -> int:
         left = TURN_KEYS
+        if self._room is None and self._todo:
+            places = list(itertools.islice(self._todo, FLIGHT_BLOCKS))
+            rest = self._scheduler.begin(self.answers, places)
+            if len(rest) < len(places):
+                self._todo = deque([*rest, *itertools.islice(self._todo, len(places), None)])
+                if not rest and self._todo:
+                    return AGAIN
         while self._todo:
             if left <= 0:
                 return AGAIN
@@ -427,8 +456,13 @@ class Gather(Waiter):
         if scheduler.writer.in_flight or scheduler.table.quarantined:
             return False
         mine = {plain_key(k) for k, code in zip(self.keys, self.codes, strict=True) if code in (MEMORY_HIT, DISK_HIT)}
-        mine.update(r.key for r in scheduler.reloads.values() if any(g is self for g, _ in r.waiters))
-        return scheduler.table.pinned_blocks + len(scheduler.reloads) <= len(mine)
+        asked = sum(self._asked_for(load) for load in scheduler.table.loads_begun)
+        return scheduler.table.pinned_blocks + scheduler.table.loads_count <= len(mine) + asked
+
+    def _asked_for(self, load: Load) -> bool:
+        if load.reload is None:
+            return load.answers is self.answers
+        return any(gather is self for gather, _ in load.reload.waiters)
 
     @property
     def pins(self) -> bool:  # type: ignore[override]
@@ -443,11 +477,9 @@ class Gather(Waiter):
         if not found:
             return False
         for i in found:
-            if self.counted:
+            if self.answers.counted:
                 self._scheduler.uncount(self.codes[i])
-            self.results[i] = None
-            self.codes[i] = PENDING
-            self._missing += 1
+            self.answers.answer(i, None, PENDING)
         self._todo = deque(sorted([*self._todo, *found]))
         return True
 
@@ -468,9 +500,10 @@ class Gather(Waiter):
             if code == PENDING:
                 self._settle(index, None, MISS)
 
-    def arrived(self, index: int, block: Any) -> None:
+    def arrived(self, index: int, load: Load) -> None:
         """A reload this call waited for ended well."""
-        self._settle(index, block, DISK_HIT)
+        if not self.future.done():
+            self._settle(index, self._scheduler.table.block(load), DISK_HIT)
 
     def failed(self, index: int) -> None:
         """A reload this call waited for ended without bytes."""

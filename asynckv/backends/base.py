@@ -1,7 +1,8 @@
 """The seam between the tiers and the operating system: what an I/O engine must promise.
 
 An engine moves whole buffers between memory and the files of one directory. It knows nothing of blocks, segments or
-checksums. Every engine passes `asynckv.testing.contract.BackendContract`; the promises, in the order of that suite:
+checksums, but for the reads that `Backend.fly` takes. Every engine passes `asynckv.testing.contract.BackendContract`;
+the promises, in the order of that suite:
 
 Whole transfers
     A read fills its whole buffer or fails; a write writes every byte or fails. Short transfers are resumed (after a
@@ -52,12 +53,15 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
+    from asynckv._core import Load
+
 __all__ = [
     "NOT_ALLOWED",
     "OUR_SHORTAGE",
     "Backend",
     "BytesLike",
     "File",
+    "Pilot",
     "Prepare",
     "ShortTransferError",
     "Sink",
@@ -147,6 +151,27 @@ class Reading(Protocol):
         """Nobody waits for it any more: it is not started, or only `Sink.on_released` is called when it ended."""
 
 
+class Pilot(Protocol):
+    """Who reads of blocks are for that were handed in together. Its methods must not raise."""
+
+    def on_landed(self, loads: list[Load]) -> object:
+        """These are there and verified, and nothing touches their bytes any more."""
+
+    def on_fallen(self, load: Load, error: BaseException | None, free: bool) -> object:
+        """This one is not.
+
+        Parameters
+        ----------
+        error
+            None when the bytes are wrong or too few, or the request was refused: `Backend.read_for` may do better.
+        free
+            Whether nothing touches its bytes any more.
+        """
+
+    def on_released(self, load: Load) -> object:
+        """Nothing touches the bytes any more of one that was not free when it fell."""
+
+
 class Backend(ABC):
     """An I/O engine on one directory and one event loop; the module's docstring states its promises.
 
@@ -234,6 +259,32 @@ class Backend(ABC):
     ) -> Reading:
         """As `read`, but a sink is told instead of a future; never before this call returned."""
         return _Telling(self.read(file, offset, buffer, verify=verify, released=sink.on_released), sink)
+
+    @property
+    def flies(self) -> bool:
+        """Whether `fly` takes any reads now."""
+        return False
+
+    def fly(self, loads: list[Load], files: dict[int, File], pilot: Pilot, over: Callable[[], object]) -> list[Load]:
+        """Read blocks together into their extents and verify them, with nothing to be done for each in between.
+
+        A read that fell is not tried again. Deadlines and ownership of the bytes are as for `read`.
+
+        Parameters
+        ----------
+        files
+            Of the segments that they are in, by slot.
+        pilot
+            Is told of each once, after this call returned; always the same one.
+        over
+            Called when the last one has let go of its bytes, if any flies at all.
+
+        Returns
+        -------
+        list of Load
+            Those that the engine does not take this way, in order.
+        """
+        return loads
 
     @abstractmethod
     def write(

@@ -128,6 +128,11 @@ class ChosenBackend(Wrapper):
         """The engine that is at work; before `start`, the one that was asked for."""
         return self.inner.name if self._running else self._engine
 
+    @property
+    def flies(self) -> bool:
+        """Whether `fly` takes reads now; other wrappers have something to do for each."""
+        return self.inner.flies
+
     async def start(self, directory: str | os.PathLike[str] | int) -> None:
         """Choose, and bind to the running loop and to a directory; see `Backend.start`.
 
@@ -158,5 +163,5 @@ class ChosenBackend(Wrapper):
         self._running = True
         # From now on nothing lies between the caller and the engine.
         inner = self.inner
-        calls = ("read", "read_for", "write", "sync", "call")
+        calls = ("read", "read_for", "fly", "write", "sync", "call")
         vars(self).update({name: getattr(inner, name) for name in calls})

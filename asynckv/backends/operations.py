@@ -29,6 +29,7 @@ class Op:
         "__weakref__", "claim", "deadline", "engine", "error", "file", "future", "lane", "released", "result",
     )  # fmt: skip
     must_run = False  # even when nobody waits any more
+    requests = 1  # that may be stuck
     kind = ""
     file: Any
     future: asyncio.Future[Any]

@@ -106,7 +106,7 @@ class ThreadsBackend(Backend):
         self._reads, self._writes = self._lanes["read"], self._lanes["write"]
         self._started = False
         self.loop: asyncio.AbstractEventLoop
-        self._in_flight: set[Op] = set()
+        self._in_flight: set[Any] = set()  # operations, and flights of an engine that has them
         self._kinds = {"read": 0, "write": 0, "sync": 0, "call": 0}
         self._done: deque[Op] = deque()
         self._arrivals = 0  # since the last breath
@@ -420,6 +420,9 @@ class ThreadsBackend(Backend):
         else:
             _fail(future, error)
         op.forget()
+        self._one_less()
+
+    def _one_less(self) -> None:
         if self._closed and not self._in_flight:  # the last stuck operation has ended after all
             self.files.detach()
         quiet = self._quiet
@@ -504,7 +507,7 @@ class ThreadsBackend(Backend):
             self._drain()
         for op in list(self._in_flight):  # what no worker has taken will never run
             self._give_up(op, TimeoutError(errno.ETIMEDOUT, f"{op.kind} unfinished at close"))
-        stuck = sum(1 for op in self._in_flight if not op.claim)
+        stuck: int = sum(op.requests for op in self._in_flight if not op.claim)
         control_stuck = any(op.kind == "call" and not op.claim for op in self._in_flight)
         idle = [file for file in self._open_files if not file.busy]
         if idle and not control_stuck:

@@ -6,6 +6,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
+from asynckv._core import Flight
 from asynckv.backends.operations import Op
 from asynckv.backends.transfer import BOUNCE_BYTES, IOV_MAX, Scratch, flatten
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from queue import SimpleQueue
 
-    from asynckv.backends.base import File, Prepare, Sink
+    from asynckv.backends.base import File, Pilot, Prepare, Sink
     from asynckv.backends.transfer import Request, Steps
     from asynckv.backends.uring import UringBackend
 
@@ -22,6 +23,7 @@ __all__ = [
     "SMALL_BYTES",
     "BouncePool",
     "NoBounceError",
+    "RingFlight",
     "RingOp",
     "RingRead",
     "RingSync",
@@ -151,6 +153,36 @@ class Told:
             sink.on_ended(result, error)
         except Exception as reason:  # other operations' results wait behind this one
             self._loop.call_exception_handler({"message": "the end of a read could not be told", "exception": reason})
+
+
+class RingFlight(Flight):
+    """Reads of blocks that go to the ring together, without an operation for each; see `Backend.fly`."""
+
+    __slots__ = ("deadline", "direct", "files", "over", "pilot")
+    kind = "flight"
+    must_run = False
+    claim = ()  # never given up as a whole
+
+    def __init__(
+        self, files: list[File], direct: bool, pilot: Pilot, over: Callable[[], object], deadline: float
+    ) -> None:
+        super().__init__()
+        self.files = files
+        self.direct = direct
+        self.pilot = pilot
+        self.over = over
+        self.deadline = deadline
+
+    @property
+    def requests(self) -> int:
+        """Reads that have not ended."""
+        return self.left
+
+    def begin_more(self, ring: Any, budget: int) -> int:
+        """Hand the ring what it has room for; the share of a turn in bytes."""
+        first, scale = self.begun, DIRECT_SHARE if self.direct else 1
+        self.took(ring.read_all(self.loads, first, budget * scale))
+        return (self.begun - first) * self.loads[first].span // scale
 
 
 class RingOp(Op):

@@ -22,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from asynckv._core import Load, aim, land, strayed, verify
 from asynckv._uring import Ring
 from asynckv.backends.operations import Close
 from asynckv.backends.portable import ThreadsBackend
@@ -35,6 +37,7 @@ from asynckv.backends.ringops import (
     SMALL_BYTES,
     BouncePool,
     NoBounceError,
+    RingFlight,
     RingOp,
     RingRead,
     RingSync,
@@ -47,7 +50,7 @@ from asynckv.backends.transfer import PAUSE_S, TRIES, Scratch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asynckv.backends.base import File, Prepare, Sink
+    from asynckv.backends.base import File, Pilot, Prepare, Sink
     from asynckv.backends.files import Files
     from asynckv.backends.operations import Op
     from asynckv.clock import Clock, TimerHandle
@@ -66,6 +69,8 @@ BOUNCE_LIMIT = 8 << 20
 WATCH_S = 0.05  # in case that a wake-up got lost
 CANCEL_S = 1.0  # for the kernel to give back what was cancelled, at close
 _BUSY = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY})
+# Of a read that may do better alone: by another way, or a moment later.
+_REFUSED = frozenset({errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP, errno.ECANCELED})
 _SCRATCH = Scratch()  # for what runs on the loop and needs none
 
 
@@ -114,7 +119,10 @@ class UringBackend(ThreadsBackend):
         self._registers = registered_files
         self.ring_works = False
         self._lent: set[Op] = set()  # to workers
-        self._waiting: deque[RingOp] = deque()
+        self._waiting: deque[Any] = deque()  # operations and flights
+        self._pilot: Pilot | None = None
+        self._landed: list[Load] = []  # of flights, not yet verified
+        self._memory_mask = 0  # bits of an address that must not be set, once the kernel has refused one
         self._unverified: deque[RingRead] = deque()
         self._unprepared: list[RingOp] = []
         self._unbounced: deque[RingOp] = deque()  # wait for a bounce buffer
@@ -194,6 +202,39 @@ class UringBackend(ThreadsBackend):
         self._submit(op, None)
         return told
 
+    @property
+    def flies(self) -> bool:
+        """Whether the ring works, and is to be used."""
+        return self.ring_works and not self._closing
+
+    def fly(self, loads: list[Load], files: dict[int, File], pilot: Pilot, over: Callable[[], object]) -> list[Load]:
+        """Read blocks together; see `Backend.fly`."""
+        transfers, mask = self.transfers, 0
+        used = {slot: file for slot, file in files.items() if file.fd >= 0 and file.closing is None}
+        if any(file.direct and transfers.uses_direct(file) for file in used.values()):
+            mask = transfers.alignment - 1
+        deadline = self._clock.monotonic() + self.timeout
+        flight = RingFlight(list(used.values()), mask > 0, pilot, over, deadline)
+        fds = {slot: file.fd for slot, file in used.items()} if self.flies else {}
+        rest = aim(loads, fds, mask, self._memory_mask, self._inline_bytes, flight)
+        if flight.left:
+            self._pilot = pilot
+            for file in flight.files:
+                file.busy += 1
+                if self._registers:
+                    self._ring.fix_file(file.fd)
+            self._in_flight.add(flight)
+            if deadline < self._timer_at:
+                self._arm(deadline)
+            self._waiting.append(flight)
+            self._schedule()
+        return rest
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads submitted and not yet released."""
+        return self._kinds["read"] + sum(op.left for op in self._in_flight if type(op) is RingFlight)
+
     def write(
         self,
         file: File,
@@ -220,7 +261,7 @@ class UringBackend(ThreadsBackend):
                 self._ring.unfix_file(op.file.fd)
             self._lend(op)
         elif self.ring_works and (type(op) is not RingWrite or op.is_short(self._inline_bytes)):
-            self._waiting.append(op)  # type: ignore[arg-type]
+            self._waiting.append(op)
             if not self._scheduled:
                 self._scheduled = True
                 self.loop.call_soon(self._turn)
@@ -261,6 +302,8 @@ class UringBackend(ThreadsBackend):
     def _turn(self) -> None:
         """Do what one turn of the loop allows: verify, submit, reap."""
         self._scheduled = False
+        if self._landed and self._inline_left > 0:
+            self._verify_landed()
         while self._unverified and self._inline_left > 0:
             self._verify(self._unverified.popleft())
         ring = self._ring
@@ -282,6 +325,13 @@ class UringBackend(ThreadsBackend):
         budget = TURN_BYTES
         while waiting and budget > 0 and ring.room:
             op = waiting.popleft()
+            if type(op) is RingFlight:
+                if op.begun < len(op.loads):
+                    budget -= op.begin_more(ring, budget)
+                    if op.begun < len(op.loads):
+                        waiting.appendleft(op)
+                        break
+                continue
             try:
                 op.claim.pop()
             except IndexError:  # given up
@@ -353,11 +403,20 @@ class UringBackend(ThreadsBackend):
     # completion
 
     def _reap(self, ring: Any) -> None:
-        for op, result in ring.reap(REAP):
+        done = ring.reap(REAP)
+        landed = land(done)
+        if landed:
+            self._landed += landed
+            if self._inline_left > 0:
+                self._verify_landed()
+        for op, result in done:
             if op is None:  # that of the start
                 continue
             try:
-                self._complete(op, result)
+                if type(op) is Load:
+                    self._strayed(op, result)
+                else:
+                    self._complete(op, result)
             except Exception as reason:  # one operation must not take the others' results with it
                 self.loop.call_exception_handler({"message": "a completion failed", "exception": reason})
         if ring.lost and self.ring_works:
@@ -368,6 +427,64 @@ class UringBackend(ThreadsBackend):
             self._schedule()
         elif not ring.in_flight and not self.ring_works:
             self._drop_ring()
+
+    def _verify_landed(self) -> None:
+        """Compare the checksums of reads of flights, as many as the turn has time for."""
+        good, bad, over, spent = verify(self._landed, int(self._inline_left))
+        if spent:
+            self._spend(spent)
+        pilot = self._pilot
+        assert pilot is not None
+        try:
+            if good:
+                pilot.on_landed(good)
+            for load in bad:
+                pilot.on_fallen(load, None, True)
+        except Exception as reason:
+            self.loop.call_exception_handler({"message": "the end of reads could not be told", "exception": reason})
+        for flight in over:
+            self._leave(flight)
+
+    def _strayed(self, load: Load, result: int) -> None:
+        """A read of a flight did not move all it should, or nobody waits for it any more."""
+        flight, lost = strayed(load)
+        pilot = flight.pilot
+        if lost:
+            pilot.on_released(load)
+        elif result == -errno.ECANCELED and self._closing:
+            pilot.on_fallen(load, TimeoutError(errno.ETIMEDOUT, "read unfinished at close"), True)
+        elif result < 0 and -result not in _REFUSED:
+            pilot.on_fallen(load, os_error(result), True)
+        else:
+            if result == -errno.EINVAL:
+                self._memory_mask = self.transfers.alignment - 1
+            pilot.on_fallen(load, None, True)
+        if not flight.left:
+            self._leave(flight)
+
+    def _ground(self, flight: RingFlight, error: BaseException) -> None:
+        """End the wait for what is left of a flight."""
+        flight.deadline = math.inf
+        free, lost = flight.give_up()
+        for load in lost:
+            if self.ring_works and self._ring.cancel(load.token):
+                self._schedule()
+        for load in free:
+            flight.pilot.on_fallen(load, error, True)
+        for load in lost:
+            flight.pilot.on_fallen(load, error, False)
+        if not flight.left:
+            self._leave(flight)
+
+    def _leave(self, flight: RingFlight) -> None:
+        """Take a flight out: its last read has ended."""
+        self._in_flight.discard(flight)
+        for file in flight.files:
+            file.busy -= 1
+            if file.closing is not None:
+                self._closing_file(file, flight)  # type: ignore[arg-type]
+        flight.over()
+        self._one_less()
 
     def _complete(self, op: RingOp, result: int) -> None:
         op.token = 0
@@ -481,7 +598,7 @@ class UringBackend(ThreadsBackend):
         if self._unprepared:
             self._waiting.extendleft(reversed(self._unprepared))
             self._unprepared.clear()
-        if self._unverified or self._waiting:
+        if self._unverified or self._landed or self._waiting:
             self._schedule()
 
     def _arrived(self, op: Op) -> None:
@@ -508,7 +625,10 @@ class UringBackend(ThreadsBackend):
                 self._again(op)
                 room -= SMALL_BYTES
 
-    def _give_up(self, op: Op, error: BaseException) -> None:
+    def _give_up(self, op: Any, error: BaseException) -> None:
+        if type(op) is RingFlight:
+            self._ground(op, error)
+            return
         super()._give_up(op, error)
         if op not in self._in_flight:
             self._lent.discard(op)
@@ -541,15 +661,18 @@ class UringBackend(ThreadsBackend):
         self.ring_works = False
         self.name = ThreadsBackend.name
         _log.warning("io_uring has stopped working (%s): using threads", error.strerror or error)
-        back = self._ring.take_back()
-        for op in back:
-            op.claim.append(True)
+        back = self._take_back(self._ring)
         left = [*back, *self._waiting, *self._unprepared, *self._unbounced]
         self._waiting.clear()
         self._unprepared.clear()
         self._unbounced.clear()
         for op in left:
-            if op.claim:
+            if type(op) is RingFlight:
+                for load in op.cut():
+                    op.pilot.on_fallen(load, None, True)
+                if not op.left:
+                    self._leave(op)
+            elif op.claim:
                 op.restart()
                 self._to_worker(op)
         if not self._ring.in_flight:
@@ -570,9 +693,19 @@ class UringBackend(ThreadsBackend):
         if self._ring is not None and len(self._in_flight) > besides:
             await self._cancel_all(self._ring)
 
-    async def _cancel_all(self, ring: Any) -> None:
+    def _take_back(self, ring: Any) -> list[RingOp]:
+        """Get back the operations that the kernel has not seen; the reads of flights fall."""
+        back = []
         for op in ring.take_back():
-            op.claim.append(True)
+            if type(op) is Load:
+                self._strayed(op, -errno.ECANCELED)
+            else:
+                op.claim.append(True)
+                back.append(op)
+        return back
+
+    async def _cancel_all(self, ring: Any) -> None:
+        self._take_back(ring)
         if not ring.in_flight:
             return
         if ring.cancel_all():

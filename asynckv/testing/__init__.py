@@ -11,6 +11,7 @@ from __future__ import annotations
 from asynckv.testing.clock import ManualClock
 from asynckv.testing.fakering import FakeRing
 from asynckv.testing.faulty import FaultyBackend, FaultyFiles
+from asynckv.testing.flying import FlyingBackend
 from asynckv.testing.loop import SimulatedClock, SimulatedLoop
 from asynckv.testing.memory import MemoryDisk, MemoryFiles
 from asynckv.testing.model import MISS, ModelCache
@@ -26,6 +27,7 @@ __all__ = [
     "Fault",
     "FaultyBackend",
     "FaultyFiles",
+    "FlyingBackend",
     "Image",
     "ManualClock",
     "MemoryDisk",

@@ -152,6 +152,16 @@ class FakeRing:
             raise BufferError("the buffer is read-only")
         return self._add("read", tag, fd, [view], lambda number, views: os.preadv(number, views, offset))
 
+    def read_all(self, requests: list[Any], first: int, most: int) -> int:
+        """See `Ring.read_all`; each request has its memory as `view`."""
+        number = first
+        while number < len(requests) and self._free and (most > 0 or number == first):
+            request = requests[number]
+            request.token = self.read(request, request.fd, request.view[: request.span], request.place)
+            most -= request.span
+            number += 1
+        return number
+
     def write(self, tag: Any, fd: int, buffers: Sequence[memoryview | bytes | bytearray], offset: int) -> int:
         """See `Ring.write`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]

@@ -26,6 +26,7 @@ import asynckv
 from asynckv.errors import DiskError
 from asynckv.testing.clients import PATIENCE, Clients
 from asynckv.testing.faulty import FaultyFiles
+from asynckv.testing.flying import FlyingBackend
 from asynckv.testing.loop import SimulatedClock, SimulatedLoop
 from asynckv.testing.memory import MemoryDisk, MemoryFiles
 from asynckv.testing.model import ModelCache
@@ -37,10 +38,13 @@ from asynckv.testing.tools import PAGE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asynckv.backends.base import Backend
+
 __all__ = ["SeedError", "SeedReport", "run_seed"]
 
 KIB = 1 << 10
 IO_TIMEOUT = 1.0
+FLYING = 0.5  # of the lives: blocks are read together where they can be
 ROOM_TIMEOUT = 3.0
 WEATHERS = ("calm", "calm", "slow", "flaky", "flaky", "sick", "full")
 MODES = ("kill", "kept", "dropped", "subset", "torn", "torn")
@@ -244,14 +248,14 @@ class _Life:
 
     # the disk
 
-    def _backend(self, engine: str, *, direct: Any, timeout: float, clock: SimulatedClock) -> RecordingBackend:
+    def _backend(self, engine: str, *, direct: Any, timeout: float, clock: SimulatedClock) -> Backend:
         files = FaultyFiles(self.script, MemoryFiles(self.world.disk))
         inner = SimulatedBackend(
             files=files, clock=clock, seconds=self._seconds, direct=direct, timeout=timeout, watch=self._watch
         )
         self.recording = RecordingBackend(inner, self.world.disk.content(), lambda: self.world.disk.names)
         self.world.model.position = self.recording.position
-        return self.recording
+        return FlyingBackend(self.recording) if self.random.random() < FLYING else self.recording
 
     def _seconds(self, kind: str) -> float:
         draw = self.random

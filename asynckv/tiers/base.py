@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from asynckv._core import Load, Spill
-    from asynckv.backends.base import Sink
+    from asynckv.backends.base import Pilot, Sink
     from asynckv.clock import Clock
 
 __all__ = ["LogBatch", "Tier", "WireKey", "wait_at_most"]
@@ -121,6 +121,12 @@ class Tier(Protocol):
         """Read a block's bytes into its extent and verify them; a second time when they are wrong.
 
         The sink is told after this call returned: False when the bytes are damaged or gone, or the disk's error.
+        """
+
+    def fly(self, loads: list[Load], pilot: Pilot) -> list[Load]:
+        """Start to read blocks together, those for which that is possible; the others come back, to be given to `read`.
+
+        See `asynckv.backends.base.Backend.fly`. One that fell without an error is to be given to `read`, too.
         """
 
     async def probe(self) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from asynckv._core import Load, Spill, Table
-    from asynckv.backends.base import Backend, Sink
+    from asynckv.backends.base import Backend, Pilot, Sink
     from asynckv.config import Config
     from asynckv.tiers.base import WireKey
     from asynckv.tiers.log import CarryItem
@@ -341,6 +341,10 @@ class DiskTier:
     def read(self, load: Load, sink: Sink) -> None:
         """Read a block's bytes into its extent and verify them; see `Tier.read`."""
         self._reader.read_for(load.slot, load.offset, load.view, load.stored, load.checksum, sink)
+
+    def fly(self, loads: list[Load], pilot: Pilot) -> list[Load]:
+        """Read blocks together; see `Tier.fly`."""
+        return self._reader.fly(loads, pilot)
 
     # -- figures -------------------------------------------------------------------------------------------------
 

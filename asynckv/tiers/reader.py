@@ -23,7 +23,8 @@ from asynckv.tiers.layout import pages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asynckv.backends.base import File, Reading, Sink
+    from asynckv._core import Load
+    from asynckv.backends.base import File, Pilot, Reading, Sink
     from asynckv.tiers.segment import Segment, SegmentSet
 
 __all__ = ["BlockReader"]
@@ -222,6 +223,29 @@ class BlockReader:
             self._openers.add(task)
             task.add_done_callback(self._openers.discard)
         return read
+
+    def fly(self, loads: list[Load], pilot: Pilot) -> list[Load]:
+        """Read blocks together; see `Tier.fly`."""
+        if not self.backend.flies:
+            return loads
+        files: dict[int, File] = {}
+        held: list[Segment] = []
+        for slot in {load.slot for load in loads}:
+            segment = self.set.by_slot(slot)
+            if segment is not None and segment.file is not None:
+                segment.hold()
+                held.append(segment)
+                self.set.touch(segment)
+                files[slot] = segment.file
+
+        def over() -> None:
+            for segment in held:
+                segment.release()
+
+        rest = self.backend.fly(loads, files, pilot, over)
+        if len(rest) == len(loads):
+            over()
+        return rest
 
     async def _open(self, read: _Read) -> None:
         try:

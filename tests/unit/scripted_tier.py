@@ -1,4 +1,7 @@
-"""A tier whose writes, syncs and reads end when the test says so, in the order it says."""
+"""A tier whose writes, syncs and reads end when the test says so, in the order it says.
+
+Its reads come one by one; or, where `flies` is set, together, and only what falls without an error by itself.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,6 +13,8 @@ from asynckv.scheduler import Scheduler
 
 class ScriptedTier:
     """A log in memory: batches in order of composition, and what each holds."""
+
+    flies = False
 
     def __init__(self):
         self.batches = []
@@ -64,8 +69,40 @@ class ScriptedTier:
         self.reads.append(SimpleNamespace(load=load, future=future, released=sink.on_released))
         future.add_done_callback(lambda ended: _tell(sink, ended))
 
+    def fly(self, loads, pilot):
+        if not self.flies:
+            return loads
+        for load in loads:
+            flown = Flown(load, pilot)
+            self.reads.append(flown)
+            flown.future.add_done_callback(flown.ended)
+        return []
+
     async def probe(self):
         return self.probe_answer
+
+
+class Flown:
+    """A read of a flight, to be ended as the others are: `released`, then the future; or the other way round."""
+
+    def __init__(self, load, pilot):
+        self.load = load
+        self.pilot = pilot
+        self.future = asyncio.get_running_loop().create_future()
+        self.free = self.fallen = False
+
+    def released(self):
+        self.free = True
+        if self.fallen:
+            self.pilot.on_released(self.load)
+
+    def ended(self, future):
+        error = future.exception()
+        if error is None and future.result():
+            self.pilot.on_landed([self.load])
+        else:
+            self.fallen = True
+            self.pilot.on_fallen(self.load, error, self.free)
 
 
 def _tell(sink, future):

@@ -21,7 +21,7 @@ ALLOWED = {
     "checksum": set(),
     "blocks": {"_core", "errors"},
     "config": FOUNDATION,
-    "backends": FOUNDATION | {"backends", "_uring"},
+    "backends": FOUNDATION | {"backends", "_core", "_uring"},
     "tiers": FOUNDATION | {"backends", "checksum", "tiers", "_record"},
     "blocking": {"buffers", "cache", "errors"},
     "commands": {"", "commands", "config", "errors", "_version"},

@@ -5,9 +5,16 @@ import errno
 import gc
 
 import pytest
-from scripted_tier import build, finish, settle
+from scripted_tier import ScriptedTier, build, finish, settle
 
 KIB = 1 << 10
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["each", "flights"])
+def flies(request, monkeypatch):
+    """Whether what is begun in one turn is read together."""
+    monkeypatch.setattr(ScriptedTier, "flies", request.param)
+    return request.param
 
 
 async def to_disk(table, tier, scheduler, keys, size):
@@ -101,12 +108,16 @@ async def test_a_second_read_starts_while_the_first_is_stuck_and_stale():
     await finish(scheduler, tier)
 
 
-async def test_damage_is_a_miss_and_the_block_is_dropped():
+async def test_damage_is_a_miss_and_the_block_is_dropped(flies):
     table, tier, scheduler = build()
     await to_disk(table, tier, scheduler, [1], 40 * KIB)
     get = asyncio.ensure_future(scheduler.gather([1]))
     await settle()
     arrive(tier.reads[0], ok=False)
+    if flies:  # read once more, by itself
+        await settle()
+        assert len(tier.reads) == 2
+        arrive(tier.reads[1], ok=False)
     assert await get == [None]
     assert (scheduler.counters.corrupt_blocks, scheduler.counters.misses) == (1, 1)
     assert table.state(1) == 0
@@ -402,4 +413,75 @@ async def test_no_memory_for_one_waiter_of_a_reload_is_that_one_s_error():
     scheduler.table = table
     del get, gets
     gc.collect()  # the error and its frames are a cycle
+    await finish(scheduler, tier)
+
+
+async def begun(scheduler, key):
+    """A get that has begun to read, in a turn that is not over."""
+    get = asyncio.ensure_future(scheduler.gather([key]))
+    await asyncio.sleep(0)
+    assert scheduler.reading
+    return get
+
+
+async def test_a_block_that_moves_before_its_read_is_submitted_is_read_where_it_is():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    table.touch(1)
+    get = await begun(scheduler, 1)
+    (carry,) = table.segment_candidates(0, 1 << 20)
+    assert table.finish_carry(carry, 2, 8192)
+    await settle()
+    assert (tier.reads[0].load.slot, tier.reads[0].load.offset) == (2, 8192)
+    arrive(tier.reads[0])
+    assert bytes((await get)[0]) == b"\1" * 40 * KIB
+    del get
+    await finish(scheduler, tier)
+
+
+async def test_a_block_whose_segment_goes_before_its_read_is_submitted_is_a_miss():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1], 40 * KIB)
+    get = await begun(scheduler, 1)
+    assert table.drop_segment(0) == 1
+    await settle()
+    assert await get == [None]
+    assert not tier.reads
+    assert scheduler.counters.misses == 1
+    assert scheduler.counters.corrupt_blocks == 0
+    assert table.used == 0
+    await finish(scheduler, tier)
+
+
+async def test_a_call_that_waits_for_room_ends_when_all_its_keys_are_gone():
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1, 2], 400 * KIB)
+    assert scheduler.put_now("held", table.draft(bytes(900 * KIB)))
+    view = table.get("held")
+    get = asyncio.ensure_future(scheduler.gather([1, 2]))
+    await settle()
+    assert not tier.reads
+    assert table.drop_segment(0) == 2
+    scheduler.kick()
+    assert await asyncio.wait_for(get, 5) == [None, None]
+    assert scheduler.counters.misses == 2
+    del view
+    await finish(scheduler, tier)
+
+
+async def test_a_read_that_cannot_be_submitted_is_its_callers_error(monkeypatch):
+    table, tier, scheduler = build()
+    await to_disk(table, tier, scheduler, [1, 2, 3], 40 * KIB)
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(tier, "fly" if tier.flies else "read", refuse)
+    gets = [asyncio.ensure_future(scheduler.gather(keys)) for keys in ([1], [1, 2], [3])]
+    ends = await asyncio.wait_for(asyncio.gather(*gets, return_exceptions=True), 5)
+    assert {type(end) for end in ends} == {MemoryError}
+    monkeypatch.undo()
+    assert table.used == 0
+    assert not scheduler.reading
+    assert all(table.state(key) == 2 for key in (1, 2, 3))
     await finish(scheduler, tier)
