@@ -4,7 +4,6 @@ Calls are synchronous and come from one thread; only destructors of views may ru
 raise `ClosedError`; counters stay. In a forked child, calls raise `RuntimeError`.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Self, SupportsIndex, final
 
@@ -129,7 +128,7 @@ class Answers:
     absent
         Places without a result.
     future
-        Resolved when none is missing any more.
+        Resolved when none is missing any more; None when nobody waits.
     counted
         Whether its hits and misses are.
     """
@@ -139,7 +138,7 @@ class Answers:
     codes: list[int]
     counted: bool
     missing: int
-    future: asyncio.Future[None]
+    future: Any
     gather: Any
     """The waiter that stands for it, as soon as there is one."""
     over: bool

@@ -37,7 +37,7 @@ cdef class Answers:
     def fail(self, error):
         self.over = True
         self.gather = None
-        if not self.future.done():
+        if self.future is not None and not self.future.done():
             self.future.set_exception(error)
 
     def answer(self, Py_ssize_t place, block, int code):
@@ -52,7 +52,7 @@ cdef class Answers:
 
     cdef int complete(self) except -1:
         self.gather = None
-        if not self.future.done():
+        if self.future is not None and not self.future.done():
             self.future.set_result(None)
         return 0
 

@@ -326,11 +326,10 @@ class Scheduler:
             self._answer_waiters(reload, lambda gather, _: gather.broken(failure))
             reload.end()
 
-    def begin(self, answers: Answers, places: Sequence[int]) -> list[int]:
-        """Start to read what is on disk and finds room at once; the places that are left."""
-        loads, left, misses = self.table.begin_loads(
-            answers, places, FLIGHT_BLOCK_MAX, FLIGHT_BLOCKS, self.clock.monotonic()
-        )
+    def begin(self, answers: Answers, places: Sequence[int], most: int = FLIGHT_BLOCKS) -> list[int]:
+        """Start to read what is on disk and finds room at once, `most` blocks of it; the places that are left."""
+        now = self.clock.monotonic()
+        loads, left, misses = self.table.begin_loads(answers, places, FLIGHT_BLOCK_MAX, most, now)
         if answers.counted:
             self.counters.misses += misses
         if loads:
@@ -466,13 +465,20 @@ class Scheduler:
 
     def prefetch(self, keys: Sequence[Any]) -> int:
         """Start reads into free or clean room, as far as it goes; loads started or joined."""
-        begun = 0
         room_left = not self.load_queue and not self.put_queue
-        for key in keys:
+        places: Sequence[int] = range(len(keys))
+        before = self.table.loads_count
+        if room_left:
+            nobody = Answers(list(keys), [], (), None, False)
+            nobody.drop()
+            places = self.begin(nobody, places, max(0, PREFETCH_BLOCKS_MAX - before))
+        begun = self.table.loads_count - before
+        for place in places:
+            key = keys[place]
             state = self.table.state(key)
             if state == LOADING:
                 begun += self.current_reload(key) is not None
-            elif state == DISK and room_left:
+            elif state == DISK and room_left:  # larger than what flies
                 room = self._clean_room(key)
                 if room is not None:
                     self.start_reload(key, room)
