@@ -426,10 +426,9 @@ class Scheduler:
         if error is None:
             self.breaker.success(READ)
             self._failed_reads.discard(reload.key)
-            if not good:
+            if not good and current:  # else it was replaced, or its segment is gone
                 counters.corrupt_blocks += 1
-                if current:
-                    table.drop(reload.key)
+                table.drop(reload.key)
         elif isinstance(error, TimeoutError):
             counters.io_timeouts += 1
             self.breaker.failure(READ)

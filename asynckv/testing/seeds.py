@@ -255,7 +255,8 @@ class _Life:
         )
         self.recording = RecordingBackend(inner, self.world.disk.content(), lambda: self.world.disk.names)
         self.world.model.position = self.recording.position
-        return FlyingBackend(self.recording) if self.random.random() < FLYING else self.recording
+        draw = random_module.Random(self.world.seed * 100 + self.world.lives)  # one that decides nothing else
+        return FlyingBackend(self.recording) if draw.random() < FLYING else self.recording
 
     def _seconds(self, kind: str) -> float:
         draw = self.random
@@ -278,7 +279,7 @@ class _Life:
         draw, add = self.random, self.script.add
         if self.weather == "flaky":
             for name in ("preadv", "pwritev"):
-                add(name, short(draw.random()), probability=0.05)
+                add(name, short(draw.random()), probability=draw.choice((0.05, 0.3)))
                 add(name, error(draw.choice((errno.EINTR, errno.EAGAIN))), probability=0.05)
             if draw.random() < 0.5:
                 add("preadv", corrupt(), probability=0.02)

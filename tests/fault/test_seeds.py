@@ -141,11 +141,11 @@ def drop_one_wake_up(patch: pytest.MonkeyPatch) -> None:
 
 # The first seed that finds each: at level commit the search begins a little before it.
 BUGS = {
-    skip_the_sequence_check: 4298,
+    skip_the_sequence_check: 8565,
     free_the_extent_early: 399,
-    lose_a_tombstone: 57,
-    resume_a_short_read_at_a_wrong_place: 1464,
-    drop_one_wake_up: 180,
+    lose_a_tombstone: 992,
+    resume_a_short_read_at_a_wrong_place: 590,
+    drop_one_wake_up: 1974,
 }
 
 

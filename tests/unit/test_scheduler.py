@@ -330,6 +330,7 @@ async def test_prefetch_takes_only_what_room_there_is_and_counts_joined_reads():
     assert scheduler.prefetch([1, 2]) == 2
     assert scheduler.prefetch([2, 3, 99]) == 2
     assert scheduler.prefetch([4, 5, 6]) == 1
+    await settle()
     assert len(tier.reads) == 4
     for read in tier.reads:
         arrive(read)
