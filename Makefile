@@ -36,7 +36,7 @@ soak: build
 lint: $(VENV)/.dev build
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint asynckv
+	PATH=$(BIN):$$PATH $(BIN)/cython-lint asynckv
 
 # Copies of the tree with extensions of their own, under build/: tests/fuzz/variant.py. FUZZ_SECONDS of CPU time for each
 # target, FUZZ_SEED repeats a run, FUZZ_TARGETS="record segment" chooses.

@@ -96,7 +96,7 @@ cdef class Desc:                # an interned descriptor: how to rebuild a block
 cdef class Request:             # a read that a ring does by itself: its owner keeps the memory mapped
     cdef readonly int fd
     cdef char *data             # where to
-    cdef readonly uint32_t span # bytes
+    cdef readonly uint32_t span     # bytes
     cdef readonly uint64_t place    # first byte in the file
     cdef public uint64_t token  # the ring's name of it in the kernel
 

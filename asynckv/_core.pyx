@@ -33,6 +33,7 @@ cnp.import_array()
 if akv_watch_forks() != 0:
     raise MemoryError("pthread_atfork failed")
 
+
 @cython.final
 @cython.no_gc
 cdef class Desc:

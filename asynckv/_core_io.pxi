@@ -50,7 +50,7 @@ cdef class Load(Request):
     cdef readonly uint64_t checksum
     cdef readonly bytes desc
     cdef int status             # 0 in flight, 1 expired, 2 over, 3 over and readable
-    cdef public Answers answers # of the call that asked, until somebody else asks too
+    cdef public Answers answers     # of the call that asked, until somebody else asks too
     cdef readonly Py_ssize_t index
     cdef public object reload   # the scheduler's, when more is to be done than to publish the bytes
     cdef readonly double started
@@ -177,7 +177,8 @@ cdef void to_dirty(BlockMap t, uint32_t i, bint at_head) noexcept:
         list_add(t, i, L_DIRTY, at_head)
 
 
-cdef int take_list(BlockMap t, uint32_t which, uint64_t max_bytes, uint32_t max_blocks, uint64_t *used, list out) except -1:
+cdef int take_list(BlockMap t, uint32_t which, uint64_t max_bytes, uint32_t max_blocks, uint64_t *used,
+                   list out) except -1:
     cdef uint32_t i = t.lists[which].head
     cdef uint32_t following
     cdef Entry *e
@@ -276,7 +277,7 @@ cdef void fill_disk_entry(Entry *e, DiskEntry *out) noexcept:
 
 
 cdef int publish_node(BlockMap t, Key *k, uint32_t n, Desc d, uint64_t stored, object checksum) except -1:
-    """Make extent n the block of k, replacing any other. Raises before anything changed; the extent stays the caller's."""
+    """Make extent n the block of k, replacing any other. Raises before anything changed; it stays the caller's."""
     cdef uint32_t i
     cdef Entry *e
     cdef bint keep = False
@@ -292,7 +293,8 @@ cdef int publish_node(BlockMap t, Key *k, uint32_t n, Desc d, uint64_t stored, o
             desc_release(t, d.index)
             raise
         e = E(t, i)
-        if t.recovering_flag or t.log_unknown or (t.owed_keys and t.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None):
+        if t.recovering_flag or t.log_unknown or (
+                t.owed_keys and t.owed_keys.pop(tagged_key(k.kind, k.ptr, k.len), 0) is None):
             e.flags |= E_LOGGED     # the log may hold an older record, known or not read yet
     else:
         e = E(t, i)

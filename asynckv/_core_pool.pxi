@@ -1,8 +1,8 @@
 # Pool room: the mapping, extents over it, pins.
 #
 # Invariants: the nodes in address order tile the pool without gap; no two neighbours are both FREE (freeing merges at
-# once); a FREE node is in exactly the bin of its size. Metadata lives outside the pool, so that a forked child, in which
-# the pool is not mapped (MADV_DONTFORK), can still run destructors.
+# once); a FREE node is in exactly the bin of its size. Metadata lives outside the pool, so that a forked child, in
+# which the pool is not mapped (MADV_DONTFORK), can still run destructors.
 
 
 @cython.final

@@ -271,7 +271,7 @@ cdef class Table(BlockMap):
         else:
             i = find_key(self, what)
         if i != NONE and not E(self, i).flags & E_GHOST:
-            # What was damage now may read well another time: the record is buried like any that goes before its segment.
+            # What was damage now may read well another time: the record is buried as if it went before its segment.
             self.owed_keys[tagged_key(E(self, i).kind, entry_key(E(self, i)), E(self, i).keylen)] = None
             self.n_dropped += 1
             entry_remove(self, i)

@@ -33,4 +33,3 @@ cdef class RecordWriter:        # builds a body
     cdef int64_t desc(self, bytes raw) except -1
     cdef int put(self, uint8_t type, uint8_t kind, const uint8_t *key, size_t keylen, int64_t desc,
                  uint64_t offset, uint64_t stored, uint64_t checksum, int64_t segment) except -1
-

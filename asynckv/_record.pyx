@@ -1,8 +1,8 @@
 """The log's records: bytes in, fields out, and back. The bytes are drawn in docs/format.md.
 
-One shape holds records everywhere: a *chunk* is whole pages that begin with a header of 112 bytes, then a table of block
-descriptors, then the records that refer to it. The header and the trailer of a batch, the footer of a sealed segment and
-the pieces of a snapshot are chunks of different kinds.
+One shape holds records everywhere: a *chunk* is whole pages that begin with a header of 112 bytes, then a table of
+block descriptors, then the records that refer to it. The header and the trailer of a batch, the footer of a sealed
+segment and the pieces of a snapshot are chunks of different kinds.
 
 Invariants
 ----------
@@ -18,7 +18,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
@@ -162,7 +162,8 @@ cdef class ChunkHeader:
     sealed_upto
         Every segment up to this number was sealed and durable, or dead.
     previous, previous_good
-        Of a batch or a claim: number of the segment before in this namespace, and how many of its batches were known durable.
+        Of a batch or a claim: number of the segment before in this namespace, and how many of its batches were known
+        durable.
     """
 
     cdef readonly int kind
@@ -199,7 +200,7 @@ def find_chunk(buffer, Py_ssize_t start, Py_ssize_t end):
 
 
 def chunk_bytes(buffer, Py_ssize_t at):
-    """Length that the chunk at a position claims (a multiple of the page, at most CHUNK_MAX), 0 when that is nonsense."""
+    """Length that the chunk at a position claims (whole pages, at most CHUNK_MAX), 0 when that is nonsense."""
     cdef Py_buffer view
     cdef const uint8_t *p
     cdef uint64_t whole
@@ -276,7 +277,8 @@ def read_chunk(buffer, Py_ssize_t at, int kind, seed, offset):
         PyBuffer_Release(&view)
     if header.kind != kind or header.offset != offset:
         return None
-    digest = xxh3_64_intdigest(memoryview(buffer)[at + 16:at + HEAD + header.body_bytes], seed=chunk_seed(seed, offset, kind))
+    body = memoryview(buffer)[at + 16:at + HEAD + header.body_bytes]
+    digest = xxh3_64_intdigest(body, seed=chunk_seed(seed, offset, kind))
     if digest != stored:
         return None
     return header
@@ -360,7 +362,7 @@ cdef class Records:
         # A descriptor and a record take at least one byte each, so the counts bound what is allocated.
         if <Py_ssize_t>n_descs > length or <Py_ssize_t>n_records > length:
             return -1
-        for i in range(n_descs):
+        for _ in range(n_descs):
             if p >= end or p + 1 + p[0] > end or p[0] == 0:
                 return -1
             self.descs.append(PyBytes_FromStringAndSize(<const char *>p + 1, p[0]))

@@ -1,7 +1,7 @@
 """What a disk gives to a ring that does nothing else: a loop in C, without Python between two requests.
 
-The ring is made as `asynckv._uring` makes its own. `asynckv bench` holds the store's reads and writes against this loop:
-the same requests to the same files at the same depth.
+The ring is made as `asynckv._uring` makes its own. `asynckv bench` holds the store's reads and writes against this
+loop: the same requests to the same files at the same depth.
 """
 
 import os
@@ -205,4 +205,3 @@ cdef class Roofline:
         if failure:
             raise OSError(-failure, f"a request of the roofline's: {os.strerror(-failure)}")
         return moved, total, <double>(time - start) * 1e-9
-
