@@ -97,7 +97,7 @@ cdef class Request:             # a read that a ring does by itself: its owner k
     cdef readonly int fd
     cdef char *data             # where to
     cdef readonly uint32_t span     # bytes
-    cdef readonly uint64_t place    # first byte in the file
+    cdef readonly uint64_t offset   # first byte in the file
     cdef public uint64_t token  # the ring's name of it in the kernel
 
 cdef class BlockMap:            # the state; helpers take this

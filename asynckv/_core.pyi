@@ -102,8 +102,6 @@ class Load:
     @property
     def fd(self) -> int: ...
     @property
-    def place(self) -> int: ...
-    @property
     def span(self) -> int:
         """Bytes that a flight reads: whole pages from 32 KiB on."""
     token: int

@@ -40,7 +40,7 @@ cdef class Answers:
         if self.future is not None and not self.future.done():
             self.future.set_exception(error)
 
-    def answer(self, Py_ssize_t place, block, int code):
+    cpdef answer(self, Py_ssize_t place, object block, int code):
         self.results[place] = block
         self.codes[place] = code
         if code == A_PENDING:       # it is to be looked for again
@@ -120,7 +120,7 @@ def aim(list loads not None, dict fds not None, uint32_t mask, uint32_t memory_m
         if l.stored >= DIRECT_MIN:
             l.span = <uint32_t>align_up(l.stored, 4096)
         l.data = node_data(l.table, l.node)
-        if fd < 0 or l.span > largest or (l.place | l.span) & mask or <size_t>l.data & memory_mask or l.status:
+        if fd < 0 or l.span > largest or (l.offset | l.span) & mask or <size_t>l.data & memory_mask or l.status:
             rest.append(l)
             continue
         l.fd = fd

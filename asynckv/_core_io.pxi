@@ -58,10 +58,6 @@ cdef class Load(Request):
     cdef int stage
 
     @property
-    def offset(self):
-        return self.place
-
-    @property
     def plain_key(self):
         """The key as users know it."""
         if self.kind == 0:
@@ -87,7 +83,7 @@ cdef Load load_new(BlockMap t, uint32_t i):
     l.kind = e.kind
     l.stored = e.length
     l.slot = e.slot
-    l.place = e.offset
+    l.offset = e.offset
     l.checksum = e.checksum
     l.desc = D(t, e.desc).raw
     l.entry = i
@@ -109,16 +105,6 @@ cdef bint load_current(BlockMap t, Load l) noexcept:
     return l.status == 0 and N(t, l.node).entry != NONE
 
 
-cdef void load_publish(BlockMap t, Load l) noexcept:
-    """The bytes of a current read are there."""
-    set_state(N(t, l.node), READY)
-    t.memory_count += 1
-    t.disk_only -= 1
-    policy_insert(t, l.node)
-    l.status = 3
-    node_unhold(t, l.node)
-
-
 cdef int load_end(BlockMap t, Load l, bint ok) except -1:
     """The read ended: 1 when the block is readable now."""
     if l.status >= 2:
@@ -126,7 +112,12 @@ cdef int load_end(BlockMap t, Load l, bint ok) except -1:
     t.loads.pop(l.node, None)
     if load_current(t, l):
         if ok:
-            load_publish(t, l)
+            set_state(N(t, l.node), READY)
+            t.memory_count += 1
+            t.disk_only -= 1
+            policy_insert(t, l.node)
+            l.status = 3
+            node_unhold(t, l.node)
             return 1
         E(t, N(t, l.node).entry).node = NONE
         node_detach(t, l.node)

@@ -159,12 +159,12 @@ cdef class Table(BlockMap):
                 continue
             e = E(self, l.entry)
             l.slot = e.slot
-            l.place = e.offset
+            l.offset = e.offset
             kept.append(l)
         return kept, stale
 
     def land_loads(self, list loads not None, double now, seconds):
-        cdef list odd = [], complete = []
+        cdef list odd = []
         cdef uint64_t nbytes = 0
         cdef Py_ssize_t hits = 0
         cdef Load l
@@ -183,17 +183,10 @@ cdef class Table(BlockMap):
                 continue
             E(self, l.entry).flags |= E_USED    # a reload that somebody waited for
             try:
-                a.results[l.index] = block_view(self, l.node, D(self, E(self, l.entry).desc), l.stored, False)
+                a.answer(l.index, block_view(self, l.node, D(self, E(self, l.entry).desc), l.stored, False), A_DISK_HIT)
+                hits += a.counted
             except BaseException as error:
                 a.fail(error)
-                continue
-            a.codes[l.index] = A_DISK_HIT
-            hits += a.counted
-            a.missing -= 1
-            if a.missing == 0:
-                complete.append(a)
-        for a in complete:
-            a.complete()
         return odd, nbytes, hits
 
     def loading(self, key):
@@ -266,7 +259,7 @@ cdef class Table(BlockMap):
             i = N(self, (<Load>what).node).entry if (<Load>what).status == 0 else NONE
             if (<Load>what).status >= 2:
                 i = find_raw(self, (<Load>what).kind, (<Load>what).key)
-                if i != NONE and (E(self, i).slot != (<Load>what).slot or E(self, i).offset != (<Load>what).place):
+                if i != NONE and (E(self, i).slot != (<Load>what).slot or E(self, i).offset != (<Load>what).offset):
                     i = NONE        # a newer version, or moved: not what was found damaged
         else:
             i = find_key(self, what)

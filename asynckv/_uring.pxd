@@ -159,6 +159,7 @@ cdef class Slots:
     cdef void enqueue(self, int32_t index) noexcept
     cdef uint64_t token(self, int32_t index) noexcept
     cdef int use_file(self, io_uring_sqe *sqe, int fd) except -1
+    cdef int prepare_read(self, Slot *slot, int fd, char *data, uint32_t size, uint64_t offset) except -1
     cdef int32_t region_of(self, char *address, size_t size) noexcept
     cdef void fill(self) noexcept
     cdef void note_taken(self) noexcept

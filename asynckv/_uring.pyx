@@ -156,22 +156,14 @@ cdef class Ring(Slots):
             Held until the completion was reaped. Less than all of it may be read.
         """
         self.check()
-        cdef int32_t index = self.take_slot(tag), region
+        cdef int32_t index = self.take_slot(tag)
         cdef Slot *slot = &self.slots[index]
         try:
             PyObject_GetBuffer(buffer, &slot.one, PyBUF_SIMPLE | PyBUF_WRITABLE)
             slot.buffers = 1
             if slot.one.len > MOST_BYTES:
                 raise ValueError(f"one read moves at most {MOST_BYTES} bytes, not {slot.one.len}")
-            region = self.region_of(<char *>slot.one.buf, slot.one.len)
-            akv_prepare(
-                &slot.sqe,
-                IORING_OP_READ if region < 0 else IORING_OP_READ_FIXED,
-                fd, <uint64_t><size_t>slot.one.buf, <uint32_t>slot.one.len, offset,
-            )
-            if region >= 0:
-                slot.sqe.buf_index = <uint16_t>region
-            self.use_file(&slot.sqe, fd)
+            self.prepare_read(slot, fd, <char *>slot.one.buf, <uint32_t>slot.one.len, offset)
         except BaseException:
             self.free_slot(slot)
             raise
@@ -190,7 +182,7 @@ cdef class Ring(Slots):
         """
         self.check()
         cdef Py_ssize_t number = first
-        cdef int32_t index, region
+        cdef int32_t index
         cdef Request request
         cdef Slot *slot
         cdef uint64_t bytes_left = most
@@ -199,15 +191,7 @@ cdef class Ring(Slots):
             index = self.take_slot(request)
             slot = &self.slots[index]
             try:
-                region = self.region_of(request.data, request.span)
-                akv_prepare(
-                    &slot.sqe,
-                    IORING_OP_READ if region < 0 else IORING_OP_READ_FIXED,
-                    request.fd, <uint64_t><size_t>request.data, request.span, request.place,
-                )
-                if region >= 0:
-                    slot.sqe.buf_index = <uint16_t>region
-                self.use_file(&slot.sqe, request.fd)
+                self.prepare_read(slot, request.fd, request.data, request.span, request.offset)
             except BaseException:
                 self.free_slot(slot)
                 raise

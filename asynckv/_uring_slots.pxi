@@ -139,6 +139,15 @@ cdef class Slots:
             raise ValueError(f"one write moves at most {MOST_BYTES} bytes, not {total}")
         return 0
 
+    cdef int prepare_read(self, Slot *slot, int fd, char *data, uint32_t size, uint64_t offset) except -1:
+        cdef int32_t region = self.region_of(data, size)
+        akv_prepare(
+            &slot.sqe, IORING_OP_READ if region < 0 else IORING_OP_READ_FIXED, fd, <uint64_t><size_t>data, size, offset
+        )
+        if region >= 0:
+            slot.sqe.buf_index = <uint16_t>region
+        return self.use_file(&slot.sqe, fd)
+
     cdef int use_file(self, io_uring_sqe *sqe, int fd) except -1:
         if self.files:
             place = self.files.get(fd)

@@ -247,7 +247,8 @@ class Scheduler:
         except asyncio.CancelledError:
             if answers.gather is not None:
                 answers.gather.cancel()
-            answers.drop()
+            else:
+                answers.drop()
             raise
         finally:
             if timer is not None:

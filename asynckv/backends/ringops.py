@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from queue import SimpleQueue
 
-    from asynckv.backends.base import File, Pilot, Prepare, Sink
+    from asynckv.backends.base import File, Prepare, Sink
     from asynckv.backends.transfer import Request, Steps
     from asynckv.backends.uring import UringBackend
 
@@ -158,18 +158,14 @@ class Told:
 class RingFlight(Flight):
     """Reads of blocks that go to the ring together, without an operation for each; see `Backend.fly`."""
 
-    __slots__ = ("deadline", "direct", "files", "over", "pilot")
+    __slots__ = ("deadline", "direct", "files", "over")
     kind = "flight"
-    must_run = False
     claim = ()  # never given up as a whole
 
-    def __init__(
-        self, files: list[File], direct: bool, pilot: Pilot, over: Callable[[], object], deadline: float
-    ) -> None:
+    def __init__(self, files: list[File], direct: bool, over: Callable[[], object], deadline: float) -> None:
         super().__init__()
         self.files = files
         self.direct = direct
-        self.pilot = pilot
         self.over = over
         self.deadline = deadline
 

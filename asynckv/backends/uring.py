@@ -120,7 +120,7 @@ class UringBackend(ThreadsBackend):
         self.ring_works = False
         self._lent: set[Op] = set()  # to workers
         self._waiting: deque[Any] = deque()  # operations and flights
-        self._pilot: Pilot | None = None
+        self._pilot: Pilot  # of all flights
         self._landed: list[Load] = []  # of flights, not yet verified
         self._memory_mask = 0  # bits of an address that must not be set, once the kernel has refused one
         self._unverified: deque[RingRead] = deque()
@@ -214,7 +214,7 @@ class UringBackend(ThreadsBackend):
         if any(file.direct and transfers.uses_direct(file) for file in used.values()):
             mask = transfers.alignment - 1
         deadline = self._clock.monotonic() + self.timeout
-        flight = RingFlight(list(used.values()), mask > 0, pilot, over, deadline)
+        flight = RingFlight(list(used.values()), mask > 0, over, deadline)
         fds = {slot: file.fd for slot, file in used.items()} if self.flies else {}
         rest = aim(loads, fds, mask, self._memory_mask, self._inline_bytes, flight)
         if flight.left:
@@ -434,7 +434,6 @@ class UringBackend(ThreadsBackend):
         if spent:
             self._spend(spent)
         pilot = self._pilot
-        assert pilot is not None
         try:
             if good:
                 pilot.on_landed(good)
@@ -448,7 +447,7 @@ class UringBackend(ThreadsBackend):
     def _strayed(self, load: Load, result: int) -> None:
         """A read of a flight did not move all it should, or nobody waits for it any more."""
         flight, lost = strayed(load)
-        pilot = flight.pilot
+        pilot = self._pilot
         if lost:
             pilot.on_released(load)
         elif result == -errno.ECANCELED and self._closing:
@@ -470,9 +469,9 @@ class UringBackend(ThreadsBackend):
             if self.ring_works and self._ring.cancel(load.token):
                 self._schedule()
         for load in free:
-            flight.pilot.on_fallen(load, error, True)
+            self._pilot.on_fallen(load, error, True)
         for load in lost:
-            flight.pilot.on_fallen(load, error, False)
+            self._pilot.on_fallen(load, error, False)
         if not flight.left:
             self._leave(flight)
 
@@ -669,7 +668,7 @@ class UringBackend(ThreadsBackend):
         for op in left:
             if type(op) is RingFlight:
                 for load in op.cut():
-                    op.pilot.on_fallen(load, None, True)
+                    self._pilot.on_fallen(load, None, True)
                 if not op.left:
                     self._leave(op)
             elif op.claim:

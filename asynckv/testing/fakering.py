@@ -157,7 +157,7 @@ class FakeRing:
         number = first
         while number < len(requests) and self._free and (most > 0 or number == first):
             request = requests[number]
-            request.token = self.read(request, request.fd, request.view[: request.span], request.place)
+            request.token = self.read(request, request.fd, request.view[: request.span], request.offset)
             most -= request.span
             number += 1
         return number

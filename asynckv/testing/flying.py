@@ -5,12 +5,11 @@ What waits for flights is then tested with whatever goes wrong in that engine.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asynckv._core import Flight, aim, strayed
 from asynckv.backends.base import ShortTransferError, Wrapper
-from asynckv.checksum import checksum
+from asynckv.tiers.reader import make_verify
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,9 +66,9 @@ class _Flown:
     def start(self, file: File) -> None:
         """Ask the engine."""
         load = self.load
-        verify = partial(_verify, load.stored, load.checksum)
+        verify = make_verify(load.stored, load.checksum)
         view = load.view[: load.span]
-        read = self.backend.inner.read(file, load.place, view, verify=verify, released=self.released)
+        read = self.backend.inner.read(file, load.offset, view, verify=verify, released=self.released)
         read.add_done_callback(self.ended)
 
     def released(self) -> None:
@@ -92,9 +91,3 @@ class _Flown:
         if isinstance(error, ShortTransferError):
             error = None
         self.pilot.on_fallen(self.load, error, self.free)
-
-
-def _verify(stored: int, expected: int, buffer: memoryview) -> bool:
-    right = checksum(buffer[:stored]) == expected
-    buffer[stored:] = bytes(len(buffer) - stored)
-    return right
