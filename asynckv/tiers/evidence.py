@@ -107,6 +107,11 @@ def voted_id(pages: Iterable[SegmentHeader | Seal | None]) -> bytes:
     return votes.most_common(1)[0][0] if votes else b""
 
 
+def named(number: int, *pages: SegmentHeader | Seal | None) -> bool:
+    """Whether a header or a seal says that it is of the segment with this number."""
+    return any(page is not None and page.number == number for page in pages)
+
+
 def own_pages(
     store_id: bytes, number: int, header: SegmentHeader | None, seal: Seal | None
 ) -> tuple[SegmentHeader | None, Seal | None]:

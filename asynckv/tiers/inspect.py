@@ -342,8 +342,8 @@ class Inspector:
             if header is not None:
                 mine = header.namespace == digest
             else:
-                mine = file.plain and file.header is None and scannable(size)
-                mine = mine and self.evidence.perhaps(digest, number, size)
+                mine = file.header is None or file.elsewhere(self.evidence.store_id)
+                mine = mine and file.plain and scannable(size) and self.evidence.perhaps(digest, number, size)
             if mine:
                 found.add(number)
         return found
@@ -358,18 +358,21 @@ class Inspector:
     def _segment(self, file: SegmentFile) -> None:
         report = file.report
         header, seal = file.own(self.evidence.store_id)
-        if header is None and file.header is not None:
-            if file.elsewhere(self.evidence.store_id):
+        misplaced = file.elsewhere(self.evidence.store_id)
+        if header is None and file.header is not None and not misplaced:
+            report.state = "foreign"
+            return
+        if header is None or header is not file.header:
+            header = header or self._guess(file)
+            if header is None and misplaced:
+                assert file.header is not None
                 report.state = "misplaced"
                 report.damage.append(f"this is segment {file.header.number} under another name")
             else:
-                report.state = "foreign"
-            return
-        if header is None or header is not file.header:
-            report.damage.append("the header is damaged")
-            header = header or self._guess(file)
+                report.damage.append("the header is damaged")
         if header is None:
-            self._orphan(file)
+            if not misplaced:
+                self._orphan(file)
             self._lose(file)
             return
         report.state = "open" if seal is None else "sealed"

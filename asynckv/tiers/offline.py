@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from asynckv._record import CHUNK_MAX
-from asynckv.tiers.evidence import own_pages
+from asynckv.tiers.evidence import named, own_pages
 from asynckv.tiers.layout import CLAIM_AT, PAGE, SEGMENT_BYTES_MAX, Seal, SegmentHeader
 from asynckv.tiers.scan import footer_chunk
 
@@ -32,7 +32,7 @@ class SegmentFile:
     header, seal
         Its first and its last page, when they verify, whoever's they are.
     space, claim
-        Of a file without both: the namespace in its damaged first page, and its claim.
+        Of a file of which neither says that it is its own: the namespace in its first page, and its claim.
     plain
         It is a file.
     error
@@ -64,7 +64,7 @@ class SegmentFile:
         self.header = SegmentHeader.decode(first_page)
         if last > 0:
             self.seal = Seal.decode(self.read(last, PAGE), last)
-        if self.header is None and self.seal is None and last > CLAIM_AT:
+        if last > CLAIM_AT and not named(self.report.number, self.header, self.seal):
             self.space = SegmentHeader.named_space(first_page)
             self.claim = self.read(CLAIM_AT, PAGE)
         self.close()

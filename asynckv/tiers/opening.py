@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
 from asynckv.errors import CorruptStoreError, DiskError
-from asynckv.tiers.evidence import Evidence, own_pages, scannable, voted_id
+from asynckv.tiers.evidence import Evidence, named, own_pages, scannable, voted_id
 from asynckv.tiers.layout import (
     CLAIM_AT,
     LOCK_NAME,
@@ -63,7 +63,7 @@ NAME_BYTES = 64  # of the directory file, per segment
 
 @dataclass(slots=True)
 class _Peek:
-    """What the fixed pages of a segment file say; of one without header and seal, what may tell whose it was."""
+    """What the fixed pages of a segment file say; when not that they are its own, what may tell whose it was."""
 
     header: SegmentHeader | None = None
     seal: Seal | None = None
@@ -182,8 +182,8 @@ class Opening:
             (self.set.keep if self._is_stray(segment) else self.set.add)(segment)
         self.set.next_number = max(self.set.next_number, evidence.highest + 1)
         await self._remove_dead()
-        named = self.unreadable | self.displaced | {seal.next for seal in self.seals.values()}
-        self.set.doubtful = max(named, default=0)
+        gone = self.unreadable | self.displaced | {seal.next for seal in self.seals.values()}
+        self.set.doubtful = max(gone, default=0)
         self.set.shared = bool(evidence.named.keys() - {self.set.namespace})
 
     async def _learn_snapshot(self, present: set[int]) -> None:
@@ -259,7 +259,7 @@ class Opening:
         peek = _Peek(SegmentHeader.decode(first_page))
         if last > 0:
             peek.seal = Seal.decode(await self._page(file, last), last)
-        if peek.header is None and peek.seal is None and last > CLAIM_AT:
+        if last > CLAIM_AT and not named(segment.number, peek.header, peek.seal):
             peek.space = SegmentHeader.named_space(first_page)
             peek.claim = await self._page(file, CLAIM_AT)
         return peek
@@ -324,16 +324,16 @@ class Opening:
         store_id, namespace = self.set.store_id, self.set.namespace
         page = peek.header
         header, seal = own_pages(store_id, segment.number, page, peek.seal)
-        if page is not None and (page.store_id != store_id or page.number != segment.number):
+        if page is not None and page is not header:
             if page.store_id == store_id and page.namespace == namespace:
                 self.displaced.add(page.number)
-            if header is None:
-                self.damaged(f"segment {segment.number} belongs to another store or another place")
+            if header is None and page.store_id != store_id:
+                self.damaged(f"segment {segment.number} belongs to another store")
                 return
-            page = None
         segment.header = header
         if header is None:
-            # Perhaps ours with a bad first page: the scan tells. Absurd sizes and numbers are not worth one.
+            # Perhaps ours with a bad first page, or another segment's: the scan tells. Absurd sizes and numbers are not
+            # worth one.
             perhaps = self._evidence.perhaps(namespace, segment.number, segment.size)
             segment.own = perhaps and scannable(segment.size)
             if not segment.own:
@@ -341,7 +341,7 @@ class Opening:
                 if perhaps:
                     self.unreadable.add(segment.number)
             return
-        if page is None:
+        if page is not header:
             self.damaged(f"the header of segment {segment.number} is damaged")
         segment.own = header.namespace == namespace
         segment.sealed = seal is not None

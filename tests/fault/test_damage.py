@@ -11,6 +11,7 @@ ASYNCKV_TEST_SEED repeats a run.
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from levels import count, seed, tally
 
 import asynckv
 from asynckv.testing.values import WrongBlockError, block_of, key_of, payload, version_of
+from asynckv.tiers.log import LogWriter
 
 PAGE = 4096
 SIZES = (40, 60, 700, 4096, 5000, 12_000, 32_768)
@@ -83,6 +85,16 @@ class Lab:
 
     def golden(self, *, clean: bool, first: int = 1) -> Golden:
         return self.runner.run(_build(self.directory, clean, first))
+
+    def unsealed(self) -> Golden:
+        """As a kill leaves it that comes before the segment next to the newest has its seal."""
+
+        async def never(*_: Any, **__: Any) -> None:
+            raise OSError(errno.EIO, "no seal")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LogWriter, "write_seal", never)
+            return self.golden(clean=False)
 
     def probe(self, image: Image, expected: dict[int, int | None], **options: Any) -> Found:
         place(self.directory, image)
@@ -334,6 +346,31 @@ def test_whole_files(lab: Lab, clean: bool) -> None:
     damaged.append(("a stray file", {**golden.image, "9" * 16 + ".seg": draw.randbytes(3 * PAGE)}))
     damaged.append(("an empty stray file", {**golden.image, "9" * 16 + ".seg": b""}))
     check_all(lab, golden, "whole files", damaged)
+
+
+def test_another_file_in_place_of_the_newest_one(lab: Lab) -> None:
+    """Before the segment next to it has a seal, which names it."""
+    golden = lab.unsealed()
+    *older, newest = segments(golden.image)
+    damaged = [(f"{name} copied to {newest}", {**golden.image, newest: golden.image[name]}) for name in older]
+    damaged += [
+        (f"{newest} emptied", {**golden.image, newest: b""}),
+        (f"{newest} zeros", {**golden.image, newest: bytes(64 << 10)}),
+    ]
+    check_all(lab, golden, "newest segment", damaged)
+
+
+@both
+def test_a_first_page_of_another_segment_costs_nothing(lab: Lab, clean: bool) -> None:
+    golden = lab.golden(clean=clean)
+    names = segments(golden.image)
+    pairs = [(one, other) for one in names for other in names if one != other]
+    damaged = [
+        (f"the first page of {one} over that of {other}", patched(golden.image, other, 0, golden.image[one][:PAGE]))
+        for one, other in random.Random(seed()).sample(pairs, min(len(pairs), samples()))
+    ]
+    found = check_all(lab, golden, "first pages", damaged)
+    assert not sum(each.lost for each in found)
 
 
 @both

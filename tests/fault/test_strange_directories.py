@@ -273,7 +273,7 @@ async def test_a_hard_link_of_a_segment_is_never_written_over(path, tmp_path):
         if file.name != "lock":
             os.link(file, backup / file.name)
     before = {file.name: file.read_bytes() for file in backup.iterdir()}
-    os.link(segments_of(path)[-1], path / "0000000000000500.seg")
+    os.link(segments_of(path)[-1], path / segment_name(10**15 - 1))
     os.link(segments_of(path)[-1], path / "spare")
     async with Disk(path, **SMALL) as disk:
         assert await disk.get_all(range(100)) == {key: value_of(key, 0, 5000) for key in range(100)}
