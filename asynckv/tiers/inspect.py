@@ -319,10 +319,12 @@ class Inspector:
             os.close(fd)
         if total != head.entries:
             return False
-        present = self._present(head.namespace)
+        present = {number for number in self._present(head.namespace) if not self._is_dead(number, space)}
         if present - set(numbers):
             return False  # older than the log
-        gone = set(numbers) - present
+        dead = {number for number in numbers if self._is_dead(number, space)}
+        space.keys = {name: entry for name, entry in space.keys.items() if entry.segment not in dead}
+        gone = set(numbers) - present - dead
         self.report.damage += [f"segment {number} is missing" for number in sorted(gone)]
         space.broken = bool(gone)
         for name, entry in space.keys.items():
@@ -378,7 +380,7 @@ class Inspector:
         report.state = "open" if seal is None else "sealed"
         space = self._space(header.namespace)
         report.namespace = space.name
-        if report.number < self.oldest_live:
+        if self._is_dead(report.number, space):
             report.state = "dead"
             return
         if space.indexed and seal is None:  # a snapshot lists sealed ones only
@@ -434,7 +436,7 @@ class Inspector:
                 missing = expected
             if not missing and expected is None and seal is not None and seal.next > number:
                 missing = seal.next
-            if missing >= max(self.oldest_live, 1):
+            if missing and not self._is_dead(missing, space):
                 report.damage.append(f"segment {missing}, which was newer, is missing")
                 space.ended = space.broken = True
         if expected is not None and number > expected:
@@ -501,7 +503,8 @@ class Inspector:
         for index in range(len(batches) - 1, -1, -1):
             found, records = scan.batches[index], batches[index][0]
             space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))
-            self.oldest_live = max(self.oldest_live, int(found.header.oldest_live))
+            if not space.indexed:  # else an opening does not look at batches
+                space.oldest_live = max(space.oldest_live, int(found.header.oldest_live))
             space.ended |= cut is not None and index < cut
             damaged = self._damaged(file, records)
             if self.verify and found.offset in known:
@@ -549,6 +552,9 @@ class Inspector:
         self.done += done
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+    def _is_dead(self, number: int, space: Space) -> bool:
+        return number < max(self.oldest_live, space.oldest_live)
 
     def _indexed_only(self, file: SegmentFile, space: Space) -> None:
         """Blocks that only the snapshot still knows of."""

@@ -122,6 +122,8 @@ class Space:
     expected, expected_good, sealed_upto
         What newer segments say of the ones before: the number of the next older one and how many batches it has at
         least; segments up to which number had been sealed.
+    oldest_live
+        Below it segments are dead, as the newer ones say.
     """
 
     digest: bytes
@@ -133,6 +135,7 @@ class Space:
     expected: int | None = None
     expected_good: int = 0
     sealed_upto: int = 0
+    oldest_live: int = 0
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from asynckv import BlockingCache
 from asynckv._record import KIND_CLAIM, read_chunk
 from asynckv.cli import main
 from asynckv.commands.output import plural
-from asynckv.tiers import verify_directory
+from asynckv.tiers import inspect_directory, verify_directory
 from asynckv.tiers.layout import CLAIM_AT, PAGE, SegmentHeader, segment_seed
 from asynckv.tiers.repair import repair_directory
 from asynckv.tiers.report import describe
@@ -217,6 +218,27 @@ def test_a_destroyed_file_that_is_anothers_costs_this_namespace_nothing(store, n
     assert verify_directory(store).live_blocks == (6 if named else 0)
     assert repair_directory(store).after.ok
     assert content(store) == (WHOLE if named else dict.fromkeys(WHOLE, b""))
+
+
+def test_blocks_in_segments_that_are_dead_are_not_live(tmp_path):
+    """The snapshot lists them, and a newer segment says that they are dead: an opening removes them."""
+    path = tmp_path / "store"
+    with BlockingCache(path, **OPTIONS) as cache:
+        for number in range(200):
+            cache.put(number, value(number % 6))
+    names = sorted(path.glob("*.seg"))
+    assert len(names) > 3
+    page = SegmentHeader.decode(names[-1].read_bytes()[:PAGE])
+    with names[-1].open("r+b") as file:
+        file.write(replace(page, oldest_live=page.number).encode())
+    for look in (inspect_directory, verify_directory):
+        report = look(path)
+        assert report.ok
+        assert {segment.state for segment in report.segments} == {"dead", "sealed"}
+        assert 0 < report.live_blocks == report.segments[-1].live_blocks == report.segments[-1].records
+    with BlockingCache(path, **OPTIONS) as cache:
+        assert len(cache) == report.live_blocks
+        assert not names[0].exists()
 
 
 @pytest.mark.parametrize("sealed", [True, False])
