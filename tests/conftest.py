@@ -19,6 +19,7 @@ from storekit import SHM
 
 uvloop.new_event_loop().close()  # libuv opens descriptors of its own once per process: before any audit
 
+LEFT_SECONDS_MAX = 5.0  # for threads and tasks to end after a test, on a machine that has other things to do
 CAMPAIGN_SECONDS_MAX = {"commit": 3600, "nightly": 5400, "release": 48 * 3600}  # of one test
 
 
@@ -74,12 +75,11 @@ async def _no_tasks_left():
     """Fail when the test leaves a task of its own on the loop."""
     before = asyncio.all_tasks()
     yield
-    for _ in range(20):  # what is ending may end
-        left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
-        if not left:
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail(f"tasks left: {left}")
+    until = time.monotonic() + LEFT_SECONDS_MAX
+    while left := {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}:
+        if time.monotonic() > until:
+            pytest.fail(f"tasks left: {left}")
+        await asyncio.sleep(0.005)  # what is ending may end
 
 
 @pytest.fixture(autouse=True)
@@ -89,11 +89,8 @@ def _audit(request):
     if request.node.get_closest_marker("asyncio") is not None:
         request.getfixturevalue("_no_tasks_left")
     yield
-    left: set[threading.Thread] = set()
-    for _ in range(40):
-        left = _threads() - threads
-        if not left:
-            break
+    until = time.monotonic() + LEFT_SECONDS_MAX
+    while (left := _threads() - threads) and time.monotonic() < until:
         time.sleep(0.005)
     assert not left, f"threads left: {sorted(thread.name for thread in left)}"
 
