@@ -126,8 +126,10 @@ class Clients:
                 task.cancel()
                 await asyncio.wait([task])
                 ended = not task.cancelled()
-                if ended:
-                    result = task.result()
+                try:
+                    result = task.result() if ended else None
+                finally:
+                    del task  # its error keeps this frame, and that would keep what it had until a garbage collection
             else:
                 async with asyncio.timeout(PATIENCE[self.healthy]):
                     result = await call
