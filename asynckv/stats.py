@@ -14,7 +14,8 @@ class Stats:
 
     When the cache is idle ``memory_used + memory_free + memory_quarantined == memory_capacity``. Pins of deleted and
     overwritten blocks count in ``pinned_blocks`` and ``pinned_bytes`` too. ``disk_load_seconds_*`` describe the last
-    4,096 reloads, from submission to verified bytes.
+    4,096 reloads, from submission to verified bytes. ``corrupt_blocks`` counts a segment that is missing or unreadable
+    as one: nobody knows how many blocks were in it.
     """
 
     memory_hits: int = 0

@@ -58,6 +58,14 @@ class Tier(Protocol):
         """Damaged blocks that the tier found by itself; not those that `read` reports."""
 
     @property
+    def io_errors(self) -> int:
+        """Operations of the tier's own that failed; not those whose error somebody gets."""
+
+    @property
+    def io_timeouts(self) -> int:
+        """Such that ran past their deadline."""
+
+    @property
     def engine(self) -> str:
         """Name of the I/O engine."""
 

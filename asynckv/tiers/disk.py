@@ -62,7 +62,8 @@ class DiskTier:
     recovering
         Not all of the log has been read yet.
     corrupt_blocks
-        Damaged blocks found by recovery and when carrying over; those of `read` are for the caller to count.
+        Damaged blocks found by opening, recovery and when carrying over, each place that has taken an unknown
+        number of them counted as one; those of `read` are for the caller to count.
     """
 
     def __init__(self, config: Config, table: Table) -> None:
@@ -75,6 +76,7 @@ class DiskTier:
         self._recovery: Recovery | None = None
         self._closed = False
         self._snapshot_valid = False
+        self._gone = 0  # segments that the snapshot lists and that are missing
         self.recovering = False
         self.max_block = LogWriter.largest_block(config.segment)
 
@@ -167,6 +169,7 @@ class DiskTier:
         try:
             head = await load_snapshot(self._set, self._table, opening.snapshot_size)
         except OSError as error:
+            self._set.met(error)
             _log.warning("asynckv: the index snapshot could not be read: %s", error)
             return False
         except ValueError as error:
@@ -177,6 +180,7 @@ class DiskTier:
         known = {segment.number for segment in self._set.own()}
         for number, _ in head.segments:
             if number not in known and number >= self._set.oldest_live:
+                self._gone += 1
                 opening.damaged(f"segment {number} is missing")
                 self._set.lost = max(self._set.lost, number)
         self._set.doubtful = 0
@@ -261,6 +265,7 @@ class DiskTier:
             if snapshot and whole and not self._snapshot_valid:
                 await save_snapshot(self._set, self._table, self._log.sequence, _log)
         except OSError as error:
+            self._set.met(error)
             _log.warning("asynckv: closing the store left work for the next opening: %s", error)
 
     async def _let_go(self) -> int:
@@ -393,9 +398,19 @@ class DiskTier:
 
     @property
     def corrupt_blocks(self) -> int:
-        """Damaged blocks that recovery or carrying over met."""
-        found = self._recovery.corrupt_blocks if self._recovery is not None else 0
+        """Damaged blocks that opening, recovery or carrying over met."""
+        found = self._gone + (self._recovery.corrupt_blocks if self._recovery is not None else 0)
         return found + (self._reclaimer.corrupt_blocks if hasattr(self, "_reclaimer") else 0)
+
+    @property
+    def io_errors(self) -> int:
+        """Operations that failed, of opening, recovery and what is done in the background."""
+        return self._set.io_errors if hasattr(self, "_set") else 0
+
+    @property
+    def io_timeouts(self) -> int:
+        """Such that ran past their deadline."""
+        return self._set.io_timeouts if hasattr(self, "_set") else 0
 
     @property
     def damage(self) -> int:

@@ -193,6 +193,7 @@ class Opening:
         except OSError as error:
             if error.errno in OUR_SHORTAGE:
                 raise
+            self.set.met(error)
             self.snapshot_whole = False
             return
         self._evidence.learn_snapshot(head)
@@ -240,6 +241,7 @@ class Opening:
                 raise
             if error.errno in NOT_ALLOWED or isinstance(error, TimeoutError):
                 raise _refused(segment.name, "opened", error) from error
+            self.set.met(error)
             self.logger.warning("asynckv: a segment could not be opened: %s", error.strerror)
             self._dark = segment.name, error
             return _Peek()
@@ -274,6 +276,7 @@ class Opening:
         except OSError as error:
             if error.errno in OUR_SHORTAGE:
                 raise
+            self.set.met(error)
             self.logger.warning("asynckv: a segment could not be read: %s", error.strerror)
             self._dark = file.name, error
             return bytes(PAGE)
@@ -300,6 +303,7 @@ class Opening:
                     raise _refused(SUPERBLOCK_NAME, "opened", error) from error
                 if error.errno not in (errno.EFBIG, errno.EIO):
                     raise
+                self.set.met(error)
                 known = None
             if known is not None:
                 return known

@@ -191,6 +191,7 @@ class Reclaimer:
             await self.log.seal(segment, following)
         except (OSError, MemoryError) as error:
             # Left as it is: readable, charged in full, sealed by the next recovery or reclaimed before.
+            self.set.met(error)
             self.logger.warning("asynckv: sealing a segment failed: %s", str(error) or "no memory")
 
     async def drain(self) -> None:
@@ -307,7 +308,8 @@ class Reclaimer:
             async with limit:
                 try:
                     well = await self.reader.read(carry.slot, carry.offset, buffer, carry.stored, carry.checksum)
-                except OSError:
+                except OSError as error:
+                    self.set.met(error)
                     return  # lost with its segment: a block that the disk does not give back cannot be kept
                 if well:
                     good[index] = CarryItem(carry, buffer)

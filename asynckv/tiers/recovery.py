@@ -99,7 +99,8 @@ class SegmentReader:
             file = await self.set.open_file(segment)
             segment.hold()
             await self.backend.read(file, offset, view, released=segment.release)
-        except TimeoutError:
+        except TimeoutError as error:
+            self.set.met(error)
             self.timeouts += 1
             if self.timeouts > TIMEOUTS_MAX:
                 raise
@@ -109,6 +110,7 @@ class SegmentReader:
                 raise DiskError(
                     f"{segment.name!r} could not be read: {error.strerror}", operation="recover", errno=error.errno
                 ) from error
+            self.set.met(error)
             return False
         return True
 
@@ -121,7 +123,7 @@ class Recovery:
     damage
         Damaged places that were met.
     corrupt_blocks
-        Blocks whose bytes were found damaged.
+        Blocks whose bytes were found damaged, and places that have taken blocks with them.
     stopped
         Set when the caller cleared the namespace: nothing older counts.
     """
@@ -172,6 +174,11 @@ class Recovery:
         if self.strict:
             raise CorruptStoreError(f"the store is damaged: {what}", tier="disk", operation="open")
 
+    def _gone(self, what: str) -> None:
+        """Count damage that has taken blocks, nobody knows how many."""
+        self.corrupt_blocks += 1
+        self.damaged(what)
+
     async def run(self, progress: Callable[[], None]) -> None:
         """Recover every segment that was there at open."""
         for segment in reversed(self._present):
@@ -218,20 +225,21 @@ class Recovery:
         known = {each.number for each in self._present}
         if any(number > segment.number and number not in known for number in self._displaced):
             self._cut = True
-            self.damaged("a segment newer than others has lost its name")
+            self._gone("a segment newer than others has lost its name")
         elif (
             self._previous is None and segment.header is not None and max(self._unreadable, default=0) > segment.number
         ):
             self._cut = True
-            self.damaged("a segment newer than others is unreadable")
+            self._gone("a segment newer than others is unreadable")
         elif self._previous is not None and segment.number < self._previous:
             self._cut = True
-            self.damaged(f"segment {self._previous} is missing")
+            self._gone(f"segment {self._previous} is missing")
 
     async def _drop(self, segment: Segment) -> bool:
         try:
             await self.reclaimer.drop(segment, recycle=False)  # the writer may be making the spare file
         except OSError as error:
+            self.set.met(error)
             self.logger.warning("asynckv: a dead segment could not be removed: %s", error)
             self.table.log_unknown = True
             self.reclaimer.condemned.append(segment)
@@ -249,7 +257,7 @@ class Recovery:
         if seal is not None:
             if self._previous is None and seal.next > segment.number and seal.next >= self.set.oldest_live:
                 self._cut = True
-                self.damaged(f"segment {seal.next} is missing")
+                self._gone(f"segment {seal.next} is missing")
                 await self._drop(segment)
                 return
             self._previous, self._previous_good = seal.previous, seal.previous_good
@@ -310,7 +318,7 @@ class Recovery:
         nameless = segment.header is None
         header = self._header(segment, scan)
         if header is None:
-            self.damaged(f"segment {segment.number} is unreadable")
+            self._gone(f"segment {segment.number} is unreadable")
             self.set.doubtful = max(self.set.doubtful, segment.number)
             self.set.disown(segment)
             self._unreadable.add(segment.number)
@@ -329,10 +337,11 @@ class Recovery:
         if seal is None:
             self._previous = header.previous
             self._previous_good = scan.previous_good
-        if unread is not None:  # what cannot be read may be newer than all that lies before it
-            cut = unread if cut is None else max(cut, unread)
         if cut is not None:
-            self.damaged(f"segment {segment.number} lost batches that had been written")
+            self._gone(f"segment {segment.number} lost batches that had been written")
+        if unread is not None:  # what cannot be read may be newer than all that lies before it
+            self.damaged(f"segment {segment.number} cannot be read at some places")
+            cut = unread if cut is None else max(cut, unread)
         lossy = cut is not None or scan.is_lossy(header, seal)
         self._cut |= lossy
         trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit, None if listed else seal)
@@ -412,5 +421,6 @@ class Recovery:
                 lossy=lossy,
             )
         except OSError as error:
+            self.set.met(error)
             self.logger.warning("asynckv: a recovered segment could not be sealed: %s", error)
             self.table.log_unknown = True  # the next opening may believe records that this one left out

@@ -193,6 +193,8 @@ class SegmentSet:
         Bytes handed to the device, padding included.
     starved
         How many times in a row the file system had no room for us.
+    io_errors, io_timeouts
+        Disk operations that failed or ran past their deadline, of those whose caller goes on without them.
     lost
         Number of a segment of this namespace that is gone, 0 for none. The next one names it as the one before, if it
         is newer than all that are left.
@@ -224,6 +226,8 @@ class SegmentSet:
         self.overhead = 0
         self.bytes_written = 0
         self.starved = 0
+        self.io_errors = 0
+        self.io_timeouts = 0
         self.oldest_live = 0
         self.lost = 0
         self.doubtful = 0
@@ -340,6 +344,13 @@ class SegmentSet:
     def refused(self, error: BaseException) -> None:
         """Note why something could not be written."""
         self.starved += isinstance(error, OSError) and error.errno in NO_SPACE
+
+    def met(self, error: BaseException) -> None:
+        """Count what the disk refused, and nobody else is told."""
+        if isinstance(error, TimeoutError):
+            self.io_timeouts += 1
+        elif isinstance(error, OSError):
+            self.io_errors += 1
 
     # -- files ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 from levels import scale, seed
-from storekit import BLOCK, KIB, blocks, check_idle, crash_image, files_of, fill, find_payload, flip, payload, settle
+from storekit import (
+    BLOCK,
+    KIB,
+    blocks,
+    check_idle,
+    crash_image,
+    files_of,
+    fill,
+    find_payload,
+    flip,
+    payload,
+    settle,
+    until,
+)
 
 import asynckv
 
@@ -208,6 +221,28 @@ async def test_a_file_that_is_gone_or_full_of_rubbish_gives_no_wrong_byte(tmp_pa
             victim.write_bytes((pattern * (size // len(pattern) + 1))[:size])
         await check_no_wrong_byte(image)
         shutil.rmtree(image)
+
+
+@pytest.mark.parametrize(("damage", "clean"), [("unlink", False), ("rubbish", False), ("unlink", True)])
+async def test_a_segment_that_is_gone_is_counted(tmp_path, damage, clean):
+    options = {**SMALL, "segment": "256KiB"}
+    async with asynckv.open(tmp_path / "alive", **options) as cache:
+        for number in range(4):
+            await cache.put_many(blocks(COUNT, start=COUNT * number).items())
+            await cache.flush()
+        await settle(cache)
+        store = crash_image(tmp_path / "alive", tmp_path / "kv")
+    if clean:
+        store = tmp_path / "alive"
+    names = sorted(path for path in store.iterdir() if path.suffix == ".seg")
+    assert len(names) >= 3
+    if damage == "unlink":
+        names[1].unlink()
+    else:
+        names[1].write_bytes(random.Random(1).randbytes(names[1].stat().st_size))
+    async with asynckv.open(store, **options) as cache:
+        await until(lambda: not cache.stats().recovering)
+        assert cache.stats().corrupt_blocks >= 1  # nobody knows how many blocks were in it
 
 
 async def test_a_segment_of_another_store_is_not_served(tmp_path):

@@ -257,6 +257,21 @@ async def test_failures_reported_equal_failures_injected(tmp_path):
         assert stats.io_errors == injected == failed == stats.misses
 
 
+@pytest.mark.parametrize("every", [3, 11])
+async def test_errors_that_opening_and_recovery_meet_are_counted(tmp_path, every):
+    # Fault kind SILENT: a failure that is dropped.
+    async with asynckv.open(tmp_path / "alive", **SMALL) as cache:
+        await cache.put_many(blocks(30).items())
+        await cache.flush()
+        crash_image(tmp_path / "alive", tmp_path / "kv")
+    script = Script()
+    script.add("read", error(errno.EIO), every=every)
+    async with sick(tmp_path / "kv", script) as (cache, _):
+        await until(lambda: not cache.stats().recovering)
+        assert script.injected["read", "error"] >= 3
+        assert cache.stats().io_errors == script.injected["read", "error"]
+
+
 async def test_one_flawed_read_is_read_again_and_is_a_hit(tmp_path):
     # Fault kind PERF: good records dropped on a transient mismatch.
     await fill(tmp_path / "kv", blocks(2), **SMALL)
