@@ -7,6 +7,7 @@ Invariants
   lies behind a page that claims to begin a chunk is read again only when half a window was gone through.
 * It never asks for more than `WINDOW_MAX` bytes at once and keeps only verified headers.
 * A batch counts when its header or its trailer verifies and the body parses; it then lies wholly inside the file.
+* A flawed transfer is no damage: what looks damaged, or like the end of the log, is read again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ HOP_BYTES = 64 << 10  # read where a header is expected
 SWEEP_BYTES = 1 << 20  # read where there is none
 WINDOW_MAX = 4 << 20
 SWEPT_CHUNK_MAX = WINDOW_MAX // 2  # none of a segment is larger: a batch's is below 1.1 MiB, a footer's below 1.3 MiB
+TRIES = 3  # of a block before its bytes are damaged, which may let an older value count
 Want = tuple[int, int]  # offset and bytes; always whole pages inside the file
 
 
@@ -317,8 +319,11 @@ def scan_segment(size: int, seed: int) -> Generator[Want, memoryview, Scan]:
         found = yield from _header_at(window, position, seed, ahead)
         if found is None:
             found = yield from _resync(window, scan, position, seed)
-            if found is None:
-                break
+        if found is None:
+            window = _Window(size)
+            found = yield from _header_at(window, position, seed, PAGE)
+        if found is None:
+            break
         scan.batches.append(found)
         position = found.end
         ahead = HOP_BYTES
@@ -400,29 +405,34 @@ def footer_chunk(data: memoryview, offset: int, seed: int, seal: Seal) -> tuple[
 
 def verify_batch(found: Found) -> Generator[Want, memoryview, list[int]]:
     """Check the payloads of a batch; the indices of the records whose bytes are damaged."""
-    begin = found.offset + found.header.header_bytes
-    size = begin + int(found.header.payload_bytes)
-    window = _Window(size)
-    bad: list[int] = []
-    for index, offset, stored, checksum in sorted(found.records().locations(), key=lambda each: each[1]):
-        first = offset // PAGE * PAGE
-        length = pages(offset + stored - first)
-        if length <= SWEEP_BYTES:
-            at = yield from window.need(first, length, SWEEP_BYTES)
-            at += offset - first
-            digest = xxh3_64_intdigest(window.data[at : at + stored])
-        else:
-            hasher = xxh3_64()
-            left, position = stored, offset
-            while left:
-                first = position // PAGE * PAGE
-                piece = min(left, SWEEP_BYTES - (position - first))
-                length = pages(position + piece - first)
-                at = yield from window.need(first, length, length)
-                hasher.update(window.data[at + position - first : at + position - first + piece])
-                position += piece
-                left -= piece
-            digest = hasher.intdigest()
-        if digest != checksum:
-            bad.append(index)
-    return bad
+    size = found.offset + found.header.header_bytes + int(found.header.payload_bytes)
+    doubtful = sorted(found.records().locations(), key=lambda each: each[1])
+    for _ in range(TRIES):
+        window, bad = _Window(size), []
+        for location in doubtful:
+            _, offset, stored, checksum = location
+            if (yield from _digest(window, offset, stored)) != checksum:
+                bad.append(location)
+        doubtful = bad
+    return [index for index, *_ in doubtful]
+
+
+def _digest(window: _Window, offset: int, stored: int) -> Generator[Want, memoryview, int]:
+    """Checksum of a payload."""
+    first = offset // PAGE * PAGE
+    length = pages(offset + stored - first)
+    if length <= SWEEP_BYTES:
+        at = yield from window.need(first, length, SWEEP_BYTES)
+        at += offset - first
+        return xxh3_64_intdigest(window.data[at : at + stored])
+    hasher = xxh3_64()
+    left, position = stored, offset
+    while left:
+        first = position // PAGE * PAGE
+        piece = min(left, SWEEP_BYTES - (position - first))
+        length = pages(position + piece - first)
+        at = yield from window.need(first, length, length)
+        hasher.update(window.data[at + position - first : at + position - first + piece])
+        position += piece
+        left -= piece
+    return hasher.intdigest()

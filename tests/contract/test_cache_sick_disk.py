@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import shutil
 import time
 from typing import Any
 
@@ -282,6 +283,32 @@ async def test_one_flawed_read_is_read_again_and_is_a_hit(tmp_path):
         assert script.injected["read", "corrupt"] == 1
         assert cache.stats().disk_hits == 1
         assert cache.stats().misses == 0
+
+
+async def test_a_flawed_read_costs_a_recovery_nothing(tmp_path):
+    # Fault kind STALE: bytes that could be torn, and were whole, made way for those of before.
+    async with asynckv.open(tmp_path / "alive", **SMALL) as cache:
+        await cache.put_many(blocks(6, version=1).items())
+        await cache.flush()
+        await cache.put_many(blocks(6, version=2).items())
+        await cache.put_many(blocks(12, start=100).items())  # which need the room
+        await until(lambda: cache.stats().spilled_blocks >= 12)
+        crash_image(tmp_path / "alive", tmp_path / "kv")
+    flawed = 0
+    while True:
+        store = tmp_path / str(flawed)
+        shutil.copytree(tmp_path / "kv", store)
+        store.chmod(0o700)
+        script = Script()
+        script.add("read", corrupt(), nth=flawed + 1)
+        async with sick(store, script) as (cache, _):
+            await until(lambda: not cache.stats().recovering)
+            if not script.injected["read", "corrupt"]:
+                break
+            flawed += 1
+            for key in range(6):
+                assert bytes(await cache.get(key)) == payload(key, 2)
+    assert flawed >= 5
 
 
 async def test_two_flawed_reads_are_a_miss_counted_once_as_corrupt(tmp_path):

@@ -242,8 +242,8 @@ MUTANTS = (
     Mutant(
         "large-payload-unchecked",
         SCAN,
-        "digest = hasher.intdigest()",
-        "digest = checksum",
+        "if (yield from _digest(window, offset, stored)) != checksum:",
+        "if stored <= SWEEP_BYTES and (yield from _digest(window, offset, stored)) != checksum:",
         "a torn block of more than a MiB hides the value before it",
     ),
     Mutant(
