@@ -631,12 +631,12 @@ class SegmentSet:
             segment.idle = asyncio.get_running_loop().create_future()
             await wait_at_most(self.clock, self.backend.timeout, [segment.idle])
         if segment.users:
-            # An operation is stuck. The file may not be reused: it loses its name, and stays charged until it is free.
+            # One is stuck, or began just now: a read that went wrong, once more. The file may not be reused: it loses
+            # its name, and stays charged until it is free.
             if segment.name in SPARE_NAMES:
                 with contextlib.suppress(OSError):  # should it stay, the next one that wants the name removes it
                     await self._free_spare_name()
-            assert segment.idle is not None
-            segment.idle.add_done_callback(lambda _: self._let_go(segment))
+            self._let_go(segment)
             return
         file = segment.file
         if segment.name in SPARE_NAMES and self.spare is None and file is not None:
@@ -651,6 +651,10 @@ class SegmentSet:
         self._forget(segment)
 
     def _let_go(self, segment: Segment) -> None:
+        if segment.users:
+            segment.idle = asyncio.get_running_loop().create_future()
+            segment.idle.add_done_callback(lambda _: self._let_go(segment))
+            return
         closing = self._close_file(segment)
         if closing is None:
             self._forget(segment)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asynckv import _record as rec
 from asynckv.backends import ThreadsBackend
 from asynckv.clock import MonotonicClock
+from asynckv.testing.tools import turns
 from asynckv.tiers import layout
 from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal, SegmentHeader, SnapshotHead
 from asynckv.tiers.scan import scan_segment, verify_batch
@@ -385,6 +386,33 @@ async def test_a_file_in_use_is_never_reused(backend, tmp_path):
             break
     assert segments.by_slot(one.slot) is None
     assert segments.used < used
+    await segments.close()
+
+
+async def test_a_file_that_is_used_again_in_the_moment_it_is_free_stays_open(backend, tmp_path):
+    """A read that went wrong, and is tried once more by itself."""
+    segments = make_set(backend)
+    one = await segments.create(1)
+    one.sealed = True
+    await segments.create(2)
+    one.hold()
+    await segments.retire(one)
+    burial = asyncio.create_task(segments.bury(one))
+    await turns(3)
+    assert one.idle is not None
+    one.release()
+    one.hold()
+    await burial
+    for _ in range(3):
+        await backend.list()
+        assert one.file is not None
+        assert one.file.closing is None
+        one.release()
+        one.hold()
+    assert segments.spare is None
+    one.release()
+    while segments.by_slot(one.slot) is not None:
+        await backend.list()
     await segments.close()
 
 
