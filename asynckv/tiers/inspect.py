@@ -427,13 +427,13 @@ class Inspector:
         if not space.ended:
             missing = 0
             displaced = space.displaced and space.displaced - self._present(space.digest)
-            if any(each > number for each in displaced):
+            if expected is not None:
+                missing = expected if number < expected else 0
+            elif any(each > number for each in displaced):
                 report.damage.append("a newer segment has lost its name")
                 space.ended = space.broken = True
-            elif expected is None and self._has_lost(space.digest, number):
+            elif self._has_lost(space.digest, number):
                 space.ended = True  # one of them may have been newer, and have replaced or removed anything
-            elif expected is not None and number < expected:
-                missing = expected
             if not missing and expected is None and seal is not None and seal.next > number:
                 missing = seal.next
             if missing and not self._is_dead(missing, space):

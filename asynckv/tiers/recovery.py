@@ -223,17 +223,16 @@ class Recovery:
         if self._cut or segment.number < self.set.oldest_live:
             return
         known = {each.number for each in self._present}
-        if any(number > segment.number and number not in known for number in self._displaced):
+        if self._previous is not None:  # a newer one knows which was the one before: what else was to be one never was
+            if segment.number < self._previous:
+                self._cut = True
+                self._gone(f"segment {self._previous} is missing")
+        elif any(number > segment.number and number not in known for number in self._displaced):
             self._cut = True
             self._gone("a segment newer than others has lost its name")
-        elif (
-            self._previous is None and segment.header is not None and max(self._unreadable, default=0) > segment.number
-        ):
+        elif segment.header is not None and max(self._unreadable, default=0) > segment.number:
             self._cut = True
             self._gone("a segment newer than others is unreadable")
-        elif self._previous is not None and segment.number < self._previous:
-            self._cut = True
-            self._gone(f"segment {self._previous} is missing")
 
     async def _drop(self, segment: Segment) -> bool:
         try:

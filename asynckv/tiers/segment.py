@@ -240,6 +240,7 @@ class SegmentSet:
         self._slots: list[Segment | None] = []
         self._orphans: set[Segment] = set()  # dead, with an operation that does not end
         self._pending = 0  # charged for a file that is being made
+        self._late_rename = False  # a dead segment may yet take the spare file's name, and that file be without one
         self._tick = 0
         self._open = 0
         self._closers: set[asyncio.Future[Any]] = set()
@@ -466,6 +467,8 @@ class SegmentSet:
         self._open += 1
         try:
             await self.backend.rename(self.spare_name, segment.name)
+            if self._late_rename and not await self.backend.links(file):
+                raise DiskError(f"{segment.name!r} is another file", operation="allocate", errno=errno.ESTALE)
             await self.backend.sync_directory()
         except BaseException:
             # Under which name it is nobody knows. It counts, and no later segment may name it as the one before,
@@ -605,6 +608,9 @@ class SegmentSet:
             await self.backend.rename(segment.name, self.spare_name)
         except FileNotFoundError:
             return False
+        except TimeoutError:
+            self._late_rename = True
+            raise
         except OSError as error:
             if error.errno not in IN_THE_WAY:
                 raise

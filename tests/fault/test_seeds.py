@@ -143,10 +143,10 @@ def drop_one_wake_up(patch: pytest.MonkeyPatch) -> None:
 # The first seed that finds each: at level commit the search begins a little before it.
 BUGS = {
     skip_the_sequence_check: 8565,
-    free_the_extent_early: 399,
-    lose_a_tombstone: 992,
+    free_the_extent_early: 3352,
+    lose_a_tombstone: 164,
     resume_a_short_read_at_a_wrong_place: 590,
-    drop_one_wake_up: 1974,
+    drop_one_wake_up: 2784,
 }
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asynckv import _record as rec
 from asynckv.backends import ThreadsBackend
 from asynckv.clock import MonotonicClock
+from asynckv.errors import DiskError
 from asynckv.testing.tools import turns
 from asynckv.tiers import layout
 from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, Seal, SegmentHeader, SnapshotHead
@@ -438,6 +439,38 @@ async def test_a_file_whose_first_page_may_come_late_is_not_used(backend, tmp_pa
         await write(*late[0])
     assert SegmentHeader.decode((tmp_path / two.name).read_bytes()[:PAGE]) == two.header
     assert segments.charged == segments.used + PAGE
+    await segments.close()
+
+
+async def test_a_rename_that_comes_late_does_not_put_a_dead_segment_in_place_of_a_new_one(backend, tmp_path):
+    """What is written to the new one would go to a file without a name."""
+    segments = make_set(backend)
+    one = await segments.create(1)
+    one.sealed = True
+    await segments.create(2)
+    rename, stat = backend.rename, backend.stat
+
+    def hang(source, target):
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(TimeoutError(errno.ETIMEDOUT, "injected"))
+        return future
+
+    async def stat_then_rename(name):
+        found = await stat(name)
+        if name == segments.spare_name:
+            backend.stat = stat
+            await rename(one.name, name)
+        return found
+
+    backend.rename = hang
+    with pytest.raises(TimeoutError):
+        await segments.retire(one)
+    backend.rename, backend.stat = rename, stat_then_rename
+    with pytest.raises(DiskError):
+        await segments.create(3)
+    assert backend.stat is stat, "the rename came"
+    four = await segments.create(3)
+    assert SegmentHeader.decode((tmp_path / four.name).read_bytes()[:PAGE]) == four.header
     await segments.close()
 
 
