@@ -426,10 +426,9 @@ class Inspector:
         number, expected = report.number, space.expected
         if not space.ended:
             missing = 0
-            displaced = space.displaced and space.displaced - self._present(space.digest)
             if expected is not None:
                 missing = expected if number < expected else 0
-            elif any(each > number for each in displaced):
+            elif any(each > number for each in space.displaced and space.displaced - self._present(space.digest)):
                 report.damage.append("a newer segment has lost its name")
                 space.ended = space.broken = True
             elif self._has_lost(space.digest, number):

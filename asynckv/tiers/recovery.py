@@ -222,12 +222,13 @@ class Recovery:
         """Hold a segment against what newer ones say of the one before them: none may be missing between."""
         if self._cut or segment.number < self.set.oldest_live:
             return
-        known = {each.number for each in self._present}
         if self._previous is not None:  # a newer one knows which was the one before: what else was to be one never was
             if segment.number < self._previous:
                 self._cut = True
                 self._gone(f"segment {self._previous} is missing")
-        elif any(number > segment.number and number not in known for number in self._displaced):
+            return
+        known = {each.number for each in self._present}
+        if any(number > segment.number and number not in known for number in self._displaced):
             self._cut = True
             self._gone("a segment newer than others has lost its name")
         elif segment.header is not None and max(self._unreadable, default=0) > segment.number:

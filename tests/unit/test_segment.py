@@ -344,11 +344,16 @@ async def test_a_new_segment_is_named_headed_and_charged(backend, tmp_path):
     await segments.close()
 
 
-async def test_the_oldest_dies_into_the_spare_and_lives_again(backend, tmp_path):
+async def one_sealed_and_one_active(backend):
     segments = make_set(backend)
     one = await segments.create(1)
     one.sealed = True
     await segments.create(2)
+    return segments, one
+
+
+async def test_the_oldest_dies_into_the_spare_and_lives_again(backend, tmp_path):
+    segments, one = await one_sealed_and_one_active(backend)
     assert segments.oldest() is one
     await segments.retire(one)
     assert segments.oldest_live == 2
@@ -366,10 +371,7 @@ async def test_the_oldest_dies_into_the_spare_and_lives_again(backend, tmp_path)
 
 
 async def test_a_file_in_use_is_never_reused(backend, tmp_path):
-    segments = make_set(backend)
-    one = await segments.create(1)
-    one.sealed = True
-    await segments.create(2)
+    segments, one = await one_sealed_and_one_active(backend)
     one.hold()
     await segments.retire(one)
     used = segments.used
@@ -392,10 +394,7 @@ async def test_a_file_in_use_is_never_reused(backend, tmp_path):
 
 async def test_a_file_that_is_used_again_in_the_moment_it_is_free_stays_open(backend, tmp_path):
     """A read that went wrong, and is tried once more by itself."""
-    segments = make_set(backend)
-    one = await segments.create(1)
-    one.sealed = True
-    await segments.create(2)
+    segments, one = await one_sealed_and_one_active(backend)
     one.hold()
     await segments.retire(one)
     burial = asyncio.create_task(segments.bury(one))
@@ -444,10 +443,7 @@ async def test_a_file_whose_first_page_may_come_late_is_not_used(backend, tmp_pa
 
 async def test_a_rename_that_comes_late_does_not_put_a_dead_segment_in_place_of_a_new_one(backend, tmp_path):
     """What is written to the new one would go to a file without a name."""
-    segments = make_set(backend)
-    one = await segments.create(1)
-    one.sealed = True
-    await segments.create(2)
+    segments, one = await one_sealed_and_one_active(backend)
     rename, stat = backend.rename, backend.stat
 
     def hang(source, target):
