@@ -29,10 +29,18 @@ def pytest_asyncio_loop_factories(config, item):
 
 
 def pytest_collection_modifyitems(items):
-    """Let campaigns of more than the commit level take their time; what hangs is ended all the same."""
+    """Let campaigns of more than the commit level take their time; what hangs is ended all the same.
+
+    Their parts are spread over the run: a worker is given a stretch of it, and would do all of a campaign by itself.
+    """
     if level() != "commit" or scale() > 1:
         for item in items:
             item.add_marker(pytest.mark.timeout(CAMPAIGN_SECONDS_MAX[level()]), append=False)
+        parts = [item for item in items if "part" in getattr(getattr(item, "callspec", None), "params", ())]
+        others = [item for item in items if item not in parts]
+        parts.sort(key=lambda item: item.callspec.params["part"])
+        place = {item: number / len(group) for group in (parts, others) for number, item in enumerate(group)}
+        items.sort(key=place.__getitem__)
 
 
 def pytest_sessionfinish(session):
