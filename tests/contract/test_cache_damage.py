@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from storekit import (
 )
 
 import asynckv
+from asynckv.tiers.layout import PAGE, SegmentHeader, parse_segment_name, segment_name
 
 SMALL = {"memory": "1MiB", "disk": "4MiB", "room_timeout": 0.3}
 COUNT = 12
@@ -243,6 +245,30 @@ async def test_a_segment_that_is_gone_is_counted(tmp_path, damage, clean):
     async with asynckv.open(store, **options) as cache:
         await until(lambda: not cache.stats().recovering)
         assert cache.stats().corrupt_blocks >= 1  # nobody knows how many blocks were in it
+
+
+async def test_a_page_of_a_segment_that_never_was_costs_nothing(tmp_path):
+    """A rename that ended late: what was to be one segment lies where an older one was to be, and neither ever was."""
+    options = {**SMALL, "segment": "256KiB"}
+    async with asynckv.open(tmp_path / "alive", **options) as cache:
+        await cache.put_many(blocks(COUNT).items())
+        await cache.flush()
+        await settle(cache)
+        last = max(parse_segment_name(path.name) for path in (tmp_path / "alive").glob("*.seg"))
+        misnamed, lost = last + 1, last + 2
+        for number in (misnamed, lost):  # so that the store passes them over
+            (tmp_path / "alive" / segment_name(number)).touch()
+        await cache.put_many(blocks(COUNT, start=COUNT).items())
+        await cache.flush()
+        store = crash_image(tmp_path / "alive", tmp_path / "kv")
+    (store / segment_name(lost)).unlink()
+    newer = SegmentHeader.decode((store / segment_name(lost + 1)).read_bytes()[:PAGE])
+    assert newer.previous == last
+    page = dataclasses.replace(newer, number=lost).encode()
+    (store / segment_name(misnamed)).write_bytes(page.ljust(256 * KIB, b"\0"))
+    async with asynckv.open(store, **options) as cache:
+        for key in range(2 * COUNT):
+            assert bytes(await cache.get(key)) == payload(key)
 
 
 async def test_a_segment_of_another_store_is_not_served(tmp_path):
