@@ -180,6 +180,7 @@ cdef class BlockMap:            # the state; helpers take this
     cdef public uint64_t max_spill
     cdef uint64_t n_evictions
     cdef uint64_t n_dropped
+    cdef uint64_t n_unusable
     cdef uint64_t n_hits
 
 cdef class Table(BlockMap):     # adds segments, spills, reloads and recovery

@@ -307,6 +307,9 @@ class BlockMap:
     @property
     def dropped_blocks(self) -> int: ...
     @property
+    def unusable_blocks(self) -> int:
+        """Blocks that recovery left out: of a dtype unknown to this process, or with a descriptor that is none."""
+    @property
     def memory_hits(self) -> int: ...
     @property
     def dirty_blocks(self) -> int: ...

@@ -111,7 +111,11 @@ cdef object hit(BlockMap t, Key *k):
 
 cdef tuple parse_shape(object shape, object dtype):
     """A shape as numpy takes it, one int or a sequence of them, of an array that can exist."""
-    cdef tuple dims = (operator_index(shape),) if PyIndex_Check(shape) else tuple(map(operator_index, shape))
+    cdef tuple dims
+    try:
+        dims = (operator_index(shape),) if PyIndex_Check(shape) else tuple(map(operator_index, shape))
+    except TypeError:
+        raise TypeError(f"a shape is an int or a sequence of ints, not {shape!r:.80}") from None
     if len(dims) > 8:
         raise ValueError("a block array has at most 8 dimensions")
     cdef object size = dtype.itemsize
@@ -291,6 +295,10 @@ cdef class BlockMap:
     @property
     def dropped_blocks(self):
         return self.n_dropped
+
+    @property
+    def unusable_blocks(self):
+        return self.n_unusable
 
     @property
     def memory_hits(self):

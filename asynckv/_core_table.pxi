@@ -365,7 +365,8 @@ cdef class Table(BlockMap):
             return 0
         d = D(self, desc_id) if desc_id < <uint32_t>len(self.descs) else None
         if d is None or (d.kind and d.stored != stored) or stored >= MAX_STORED:
-            # The key's newest record is unusable: older ones must not come back in its place.
+            # Nobody here can rebuild the key's newest block: as good as removed, older ones must not come back.
+            self.n_unusable += 1
             self.recover_tombstone_c(kind, key, keylen)
             return 0
         segment_reserve(self, slot)

@@ -51,11 +51,8 @@ def apply_records(Table table, Records records, slots):
                         continue
                     slot = found
                 desc = ids[item.desc]
-                if desc < 0:    # a block nobody can rebuild: as good as removed, and nothing older may come back
-                    table.recover_tombstone_c(item.kind, item.key, item.keylen)
-                    continue
                 added += table.recover_block_c(item.kind, item.key, item.keylen, <uint32_t>slot, item.offset,
-                                               item.stored, item.checksum, <uint32_t>desc)
+                                               item.stored, item.checksum, <uint32_t>desc)      # -1: none
             elif item.type == T_TOMBSTONE:
                 table.recover_tombstone_c(item.kind, item.key, item.keylen)
             elif item.type == T_CLEAR:

@@ -244,6 +244,8 @@ class BlockingCache:
         self._runner.open()
 
     def __enter__(self) -> BlockingCache:
+        if self.closed:
+            raise ClosedError("the cache is closed")
         return self
 
     def __exit__(

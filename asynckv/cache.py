@@ -65,27 +65,32 @@ def open(
     directory
         Where blocks go that memory cannot hold. Made (0700) when it is missing. One process at a time.
     memory
-        Bytes of the pool, exactly; at most 80 % of what the cgroup or machine has, unless `force`.
+        Bytes of the pool, exactly; at most 80 % of what the cgroup or machine has, unless `force`. Sizes are ints or
+        strings with a unit: `"512KiB"`, `"8GiB"`, or `"8GB"`, which is decimal.
     disk
-        Most bytes ever allocated under the directory; 0 for memory only.
+        Most bytes ever allocated under the directory; 0 for memory only. Less than last time gives up the oldest
+        segments: what was flushed there is gone.
     namespace
         What blocks must share to be the same: model, revision, layout, tenant.
     policy
-        Eviction: `"lru"`, `"fifo"`, or `"auto"`.
+        Eviction from memory: `"lru"`, `"fifo"`, or `"auto"`, which is lru.
     engine
         `"io_uring"`, `"threads"`, `"aiofiles"` or `"auto"`; the variable ASYNCKV_ENGINE overrides it.
     direct
-        O_DIRECT: True, False, or `"auto"` for where the file system takes it.
+        O_DIRECT: True or `"on"`, False or `"off"`, or `"auto"` for where the file system takes it.
     io_timeout
         Seconds one disk operation may take, from its submission.
     room_timeout
         Seconds a call may wait for room in the pool.
     persist_after
-        Seconds after which a block is written even without pressure; None for only with it.
+        Seconds after which a block is written even without pressure. None: when memory is short, by `flush` and by
+        `close`.
     recover
-        What damage does: `"quiet"` skips it, `"strict"` makes opening raise, `"none"` starts empty.
+        What becomes of the blocks that are there: `"quiet"` keeps them and skips damage, `"strict"` keeps them and
+        raises when there is damage, `"none"` removes all of this namespace, whole ones too.
     segment
-        Bytes of one segment file; None chooses.
+        Bytes of one segment file, 64 KiB to 2 GiB; None for a sixteenth of `disk`, at most 128 MiB. A block that is
+        larger stays in memory alone.
     force
         Take more memory than is wise.
     **seams
@@ -151,6 +156,11 @@ class Opening:
     async def __aexit__(self, *exc: object) -> None:
         assert self._cache is not None
         await self._cache.close()
+
+    if not TYPE_CHECKING:  # a checker knows what there is
+
+        def __getattr__(self, name):
+            raise AttributeError(f"no {name!r} yet: open it first, `cache = await asynckv.open(...)` or `async with`")
 
 
 class Cache:
@@ -226,6 +236,7 @@ class Cache:
             _warn(f"unclosed {self!r}", ResourceWarning, source=self)
 
     async def __aenter__(self) -> Cache:
+        self._enter()
         return self
 
     async def __aexit__(
@@ -257,7 +268,10 @@ class Cache:
     def _foreign(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("this cache was opened in the parent process: open a store of its own in the child")
-        raise RuntimeError("a cache belongs to the event loop it was opened in: use asynckv.BlockingCache for threads")
+        raise RuntimeError(
+            "a cache belongs to the event loop it was opened in, and is closed there: open one in each loop, or use "
+            "asynckv.BlockingCache"
+        )
 
     def _turn_is_due(self, nbytes: int = 0) -> bool:
         """After a run of calls that did not suspend: has the loop waited long enough?"""
@@ -460,7 +474,8 @@ class Cache:
         Parameters
         ----------
         block
-            A CacheBlock, an ndarray of at most 8 dimensions, or any bytes-like object.
+            A CacheBlock, an ndarray of at most 8 dimensions, or any bytes-like object. Arrays are of bool, numpy's
+            ints, floats and complex, in either byte order, or of ml_dtypes' bfloat16 and float8.
 
         Returns
         -------
@@ -611,7 +626,7 @@ class Cache:
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Return when every put that returned before the call is on disk and synced.
+        """Return when every put that returned before the call is on disk and synced; at once with `disk=0`.
 
         Raises
         ------

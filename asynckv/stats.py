@@ -12,6 +12,9 @@ __all__ = ["Stats"]
 class Stats:
     """One moment of a cache, in seconds and bytes. Hits and misses count once for each key asked.
 
+    ``no_room`` counts keys that were there and could not be loaded, ``rejected_puts`` puts that returned False,
+    ``dropped_blocks`` blocks that left the last tier they were in for want of room, ``memory_quarantined`` bytes that a
+    disk operation past its deadline may still write to, ``disk_live`` bytes of ``disk_used`` that are of use.
     When the cache is idle ``memory_used + memory_free + memory_quarantined == memory_capacity``. Pins of deleted and
     overwritten blocks count in ``pinned_blocks`` and ``pinned_bytes`` too. ``disk_load_seconds_*`` describe the last
     4,096 reloads, from submission to verified bytes. ``corrupt_blocks`` counts a segment that is missing or unreadable

@@ -195,7 +195,12 @@ class Writer:
         oversize = self.table.nospill_blocks
         await self._write_all()
         if oversize:
-            raise DiskError(f"{oversize} blocks are larger than a segment", operation="flush", errno=errno.EFBIG)
+            raise DiskError(
+                f"blocks too large for a segment, which are in memory alone: {oversize} (the largest block that fits "
+                f"has {self.table.max_spill} bytes; more disk= or segment= takes larger ones)",
+                operation="flush",
+                errno=errno.EFBIG,
+            )
 
     async def _write_all(self) -> None:
         if not self.scheduler.breaker.ok:
@@ -490,7 +495,7 @@ class Writer:
         if self._timer is not None:
             self._timer.cancel()
         if self.table.nospill_blocks:
-            log.warning("asynckv: %d blocks are larger than a segment and are lost", self.table.nospill_blocks)
+            log.warning("asynckv: blocks too large for a segment, which are lost: %d", self.table.nospill_blocks)
             self.table.owe_nospill()  # else what they replaced would be back when the log is read
         clean = await self._write_the_rest()
         self._closed = True

@@ -121,7 +121,7 @@ def _mem(directory: str, plan: disk.Plan, progress: Progress, _: argparse.Namesp
         rows += run(mem.in_memory(place, loop=loop, rounds=plan.pairs, progress=progress), loop)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         rows += run(growth(place, loop=LOOPS[0], progress=progress), LOOPS[0])
-    return Part("Memory", rows)
+    return Part("Memory", rows, absent=peers.missing([mem.RIVAL]))
 
 
 def _disk(directory: str, plan: disk.Plan, progress: Progress, _: argparse.Namespace) -> Part:
@@ -170,7 +170,7 @@ def _loop(directory: str, _: disk.Plan, progress: Progress, __: argparse.Namespa
         progress.update(number / len(names), f"heartbeat beside {CONTENDERS[name].label}")
         with tempfile.TemporaryDirectory(dir=directory) as place:
             found.append(lateness.late(name, place, LATE_BLOCK, LATE_TOTAL, loop))
-    return Part("Lateness of a 1 ms heartbeat", lateness=found)
+    return Part("Lateness of a 1 ms heartbeat", lateness=found, absent=peers.missing())
 
 
 def _article(directory: str, _: disk.Plan, progress: Progress, arguments: argparse.Namespace) -> Part:

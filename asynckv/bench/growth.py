@@ -32,7 +32,8 @@ async def growth(directory: str, *, loop: str, progress: Progress) -> list[Row]:
         room = 2 * count * EXTENT_BYTES + (1 << 20)
         async with open_store(os.path.join(directory, f"memory-{count}"), memory=room, disk=0) as cache:
             rows += await _measured(cache, count, ("put", "hit"), loop)
-        options: dict[str, Any] = {"memory": 1 << 20, "disk": 4 * room + (64 << 20), "force": True}
+        memory = min(1 << 20, count * EXTENT_BYTES // 4)
+        options: dict[str, Any] = {"memory": memory, "disk": 4 * room + (64 << 20), "force": True}
         async with open_store(os.path.join(directory, f"disk-{count}"), **options) as cache:
             rows += await _measured(cache, count, ("reload",), loop)
     return rows
@@ -52,6 +53,7 @@ async def _measured(cache: Cache, count: int, operations: tuple[str, ...], loop:
             asked = [dice.randrange(count) for _ in range(CALLS)]
             if operation == "reload":
                 asked = [number for number in asked if cache.tier(number) == "disk"][: CALLS // 10]
+                assert asked, "the pool holds them all"
             found: list[Any] = []
             with Stopwatch() as watch:
                 if operation == "put":

@@ -16,7 +16,7 @@ from asynckv.bench.figures import Row, Slice, Stopwatch
 if TYPE_CHECKING:
     from asynckv.commands.output import Progress
 
-__all__ = ["in_memory"]
+__all__ = ["RIVAL", "in_memory"]
 
 BLOCKS = 4096
 FLOATS = 256  # of each of a block's two arrays

@@ -21,6 +21,8 @@ from asynckv.bench.payloads import Payloads
 from asynckv.commands.output import run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asynckv.commands.output import Progress
 
 __all__ = ["SIZES", "compare", "missing"]
@@ -35,9 +37,9 @@ _FIELDS = dict(zip(PHASES, ("put", "cold", "warm"), strict=True))
 _DROP = "/proc/sys/vm/drop_caches"
 
 
-def missing() -> list[str]:
-    """Packages of the extra ``bench`` that are not installed."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def missing(names: Sequence[str] = NEEDED) -> list[str]:
+    """Those of the extra ``bench``'s packages that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 @dataclass

@@ -78,7 +78,8 @@ class Directory:
         if create:
             parent = os.path.dirname(name)
             if parent:
-                os.makedirs(parent, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # a file: what comes next says so
+                    os.makedirs(parent, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700)
         try:

@@ -192,6 +192,7 @@ class DiskTier:
         self._log.sequence = max(self._log.sequence, head.sequence)
         self._table.recovering = False
         self._snapshot_valid = True
+        self._tell_unusable()
         return True
 
     def _vouch(self, segment: Segment) -> None:
@@ -234,6 +235,15 @@ class DiskTier:
         """Nobody waits for a recovery any more, ended or not."""
         self.recovering = self._reclaimer.recovering = False
         self._reclaimer.recovered.set()
+        self._tell_unusable()
+
+    def _tell_unusable(self) -> None:
+        if self._table.unusable_blocks:
+            self._table.log_unknown = True
+            _log.warning(
+                "asynckv: open: %d blocks are misses, of dtypes that are unknown here: is ml_dtypes installed?",
+                self._table.unusable_blocks,
+            )
 
     async def close(self, *, snapshot: bool) -> int:
         """Seal, write the snapshot, unlock. Operations that never ended are counted, not waited for."""
@@ -262,6 +272,7 @@ class DiskTier:
             if self._recovery is not None:
                 await self._recovery.drop_cleared()
             whole = not self.recovering and all(s.sealed for s in self._set.own())
+            whole = whole and not self._table.unusable_blocks  # who can use them has to find them
             if snapshot and whole and not self._snapshot_valid:
                 await save_snapshot(self._set, self._table, self._log.sequence, _log)
         except OSError as error:

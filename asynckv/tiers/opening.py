@@ -407,7 +407,12 @@ class Opening:
             self.seals.pop(oldest.number, None)
             given_up += 1
         if given_up:
-            self.logger.warning("asynckv: open: above the disk cap, so the oldest segments were given up: %d", given_up)
+            self.logger.warning(
+                "asynckv: open: %r is above the disk cap of %d bytes, so the oldest segments were given up: %d",
+                self.directory.path,
+                self.set.cap,
+                given_up,
+            )
         if self.set.charged > self.set.cap:
             await self.set.drop_spare()
         if self.set.charged > self.set.cap:

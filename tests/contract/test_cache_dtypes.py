@@ -7,7 +7,7 @@ import mmap
 
 import numpy as np
 import pytest
-from storekit import BLOCK, KIB, canon, fill, payload, read_all
+from storekit import BLOCK, KIB, canon, crash_image, fill, payload, python, read_all
 
 import asynckv
 
@@ -70,6 +70,37 @@ async def test_an_ml_dtype_comes_back_from_both_tiers(tmp_path, name):
         out = np.zeros((8, 16), dtype)
         assert await cache.get_into("array", out) == value.nbytes
         assert out.tobytes() == value.tobytes()
+
+
+WITHOUT_ML_DTYPES = """
+import sys, asyncio, logging
+sys.modules["ml_dtypes"] = None
+import asynckv
+logging.basicConfig()
+
+async def main():
+    async with asynckv.open(sys.argv[1], memory="1MiB", disk="16MiB") as cache:
+        print(await cache.get("array"), bytes(await cache.get("bytes")), len(cache))
+        await cache.delete("deleted")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("clean", [True, False])
+async def test_a_block_of_a_dtype_unknown_to_this_process_is_a_miss_that_is_told_of(tmp_path, clean):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes IS NOT INSTALLED: its dtypes are NOT checked")
+    value = np.ones((8, 16), ml_dtypes.bfloat16)
+    async with asynckv.open(tmp_path / "alive", **SMALL) as cache:
+        await cache.put_many({"array": value, "deleted": value, "bytes": b"whole"})
+        await cache.flush()
+        store = tmp_path / "alive" if clean else crash_image(tmp_path / "alive", tmp_path / "kv")
+    result = python(WITHOUT_ML_DTYPES, store)
+    assert result.stdout == "None b'whole' 1\n"
+    assert "2 blocks are misses, of dtypes that are unknown here: is ml_dtypes installed?" in result.stderr
+    async with asynckv.open(store, **SMALL) as cache:
+        assert (await cache.get("array")).tobytes() == value.tobytes()
+        assert await cache.get("deleted") is None
 
 
 @pytest.mark.parametrize(

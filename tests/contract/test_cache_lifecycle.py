@@ -34,6 +34,27 @@ async def test_a_store_is_opened_by_async_with_or_by_await(tmp_path):
     await cache.close()
 
 
+async def test_what_is_not_open_says_so(tmp_path):
+    opening = asynckv.open(tmp_path / "kv", **SMALL)
+    with pytest.raises(AttributeError, match="no 'put' yet: open it first"):
+        opening.put(1, b"x")
+    async with opening as cache:
+        pass
+    with pytest.raises(asynckv.ClosedError):
+        async with cache:
+            pass
+    blocking = asynckv.BlockingCache(tmp_path / "kv", **SMALL)
+    blocking.close()
+    with pytest.raises(asynckv.ClosedError), blocking:
+        pass
+
+
+async def test_a_directory_below_a_file_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(asynckv.DiskError, match="Not a directory"):
+        await asynckv.open(tmp_path / "file" / "kv", **SMALL)
+
+
 async def test_a_directory_may_be_a_string_or_a_path_with_missing_parents(tmp_path):
     async with asynckv.open(str(tmp_path / "a"), **SMALL) as cache:
         await cache.put(1, b"x")

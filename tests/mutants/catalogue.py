@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         "unknown-descriptor-forgotten",
         TABLE,
-        "    table.recover_tombstone_c(item.kind, item.key, item.keylen)\n                    continue\n",
-        "    continue\n",
+        "                added += table.recover_block_c(",
+        "                if desc < 0:\n                    continue\n                added += table.recover_block_c(",
         "an older value shows where nobody can rebuild the newest",
     ),
     Mutant(

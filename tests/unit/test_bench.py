@@ -266,6 +266,7 @@ async def test_growth(tmp_path, monkeypatch):
         (operation, count) for count in (1000, 40_000) for operation in ("put", "hit", "reload")
     ]
     assert not any(row.errors for row in rows)
+    assert all(row.blocks_per_second > 0 for row in rows)
 
 
 def test_lateness_tells_a_loop_that_was_held_up(tmp_path):
