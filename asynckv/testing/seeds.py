@@ -349,7 +349,8 @@ class _Life:
             assert stats.io_errors == stats.io_timeouts == 0, f"{stats.io_errors} errors, {stats.io_timeouts} late"
             if not world.may_drop and not world.excuses:
                 assert not stats.dropped_blocks, f"{stats.dropped_blocks} blocks were dropped although all fit"
-        if not world.rotten and not world.may_drop and not self.script.injected["preadv", "corrupt"]:
+        flawed = world.rotten or self.script.injected["preadv", "corrupt"]
+        if not flawed and not world.may_drop and not stats.io_errors and not stats.io_timeouts:
             assert not stats.corrupt_blocks, f"{stats.corrupt_blocks} corrupt blocks, and nothing was corrupted"
         world.excuses += stats.dropped_blocks + stats.corrupt_blocks + stats.no_room
         if not self.healthy:
