@@ -20,6 +20,7 @@ __all__ = ["Pages"]
 
 # Kept ready, half of it at any moment. Tens of milliseconds of work, half a second where memory is fragmented.
 AHEAD_BYTES = 256 << 20
+SMALL_BYTES = 256 << 10  # of a whole pool: the loop makes its few pages ready sooner than a thread starts
 
 
 class Pages:
@@ -56,6 +57,10 @@ class Pages:
                 self._table.pages_ready(*wanted)
                 self.look()  # it may have been overtaken
 
+        if self._table.capacity <= SMALL_BYTES:
+            self._table.touch_pages(*wanted)
+            self._table.pages_ready(*wanted)
+            return
         try:
             self._running = beside(self._loop, partial(self._table.touch_pages, *wanted))
         except RuntimeError:  # no more threads: they come with the first use
@@ -68,6 +73,8 @@ class Pages:
         mapping: list[Any] = [self._table.close()]
         if self._running is not None:
             await asyncio.wait([self._running])
+        if self._table.capacity <= SMALL_BYTES:
+            return
         try:
             await beside(self._loop, mapping.clear)
         except RuntimeError:

@@ -132,6 +132,7 @@ class World:
         small = self.may_drop = draw.random() < 0.4
         self.options: dict[str, Any] = {
             "memory": draw.choice((80, 96, 128, 256)) * KIB,
+            "force": True,  # no look at the machine's memory
             "disk": 512 * KIB if small else 8192 * KIB,
             "segment": 64 * KIB if small else 128 * KIB,
             "policy": draw.choice(("lru", "fifo")),

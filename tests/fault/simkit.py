@@ -73,7 +73,7 @@ class Simulation:
                 _clock=clock,
                 _random=random.Random(7).randbytes,
                 _backend_factory=factory,
-                **{**self.options, **options},
+                **{"force": True, **self.options, **options},  # no look at the machine's memory
             )
 
     async def values(self, cache: asynckv.Cache, keys: range) -> dict[int, int | None]:
