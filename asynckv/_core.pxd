@@ -174,13 +174,14 @@ cdef class BlockMap:            # the state; helpers take this
     cdef bint recovering_flag
     cdef bint recover_closed    # cleared during recovery: nothing older may come in
     cdef public bint disk_readable
-    cdef public bint log_unknown     # a clear or a recovery failed: records of any key may lie on disk
+    cdef public bint log_unknown     # a recovery failed: records of any key may lie on disk
     cdef public bint waiting
     cdef public object wake
     cdef public uint64_t max_spill
     cdef uint64_t n_evictions
     cdef uint64_t n_dropped
     cdef uint64_t n_unusable
+    cdef uint64_t n_displaced
     cdef uint64_t n_hits
 
 cdef class Table(BlockMap):     # adds segments, spills, reloads and recovery

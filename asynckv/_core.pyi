@@ -280,7 +280,7 @@ class BlockMap:
     recovering: bool
     """While True, removed keys leave ghosts that keep older records out; False purges them."""
     log_unknown: bool
-    """True: the log may hold unknown records (a failed clear, a recovery cut short): removals owe tombstones."""
+    """True: the log may hold unknown records (a recovery cut short): removals owe tombstones."""
     disk_readable: bool
     """False: blocks on disk only are reported absent."""
 
@@ -306,6 +306,9 @@ class BlockMap:
     def evictions(self) -> int: ...
     @property
     def dropped_blocks(self) -> int: ...
+    @property
+    def displaced_blocks(self) -> int:
+        """Blocks in memory that lost their place on disk, so far."""
     @property
     def unusable_blocks(self) -> int:
         """Blocks that recovery left out: of a dtype unknown to this process, or with a descriptor that is none."""
@@ -451,7 +454,8 @@ class Table(BlockMap):
         """Forget a damaged block in every tier; of a load only when the block still is what was read."""
     def segment_live(self, slot: int) -> tuple[int, int]:
         """Blocks and stored bytes with their location there."""
-    def segment_candidates(self, slot: int, max_bytes: int) -> list[Carry]: ...
+    def segment_candidates(self, slot: int, max_bytes: int, unused: bool = False) -> list[Carry]:
+        """Blocks that are on disk only and were used since they were written; `unused` ones as well."""
     def carry_current(self, carry: Carry) -> bool: ...
     def reserve_segment(self, slot: int) -> None:
         """Have room for the blocks of a segment: for one that has it `finish_spill` and `finish_carry` do not fail."""

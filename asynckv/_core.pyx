@@ -17,7 +17,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcmp, memcpy, memset, strchr
+from libc.string cimport memcmp, memcpy, memset
 
 import os
 from operator import index as operator_index
@@ -297,6 +297,10 @@ cdef class BlockMap:
         return self.n_dropped
 
     @property
+    def displaced_blocks(self):
+        return self.n_displaced
+
+    @property
     def unusable_blocks(self):
         return self.n_unusable
 
@@ -394,7 +398,7 @@ cdef class BlockMap:
             target = <char *>view.buf
             room = <uint64_t>view.len
         try:
-            if held and view.format != NULL and strchr(view.format, c'O') != NULL:
+            if held and holds_objects(view.format):
                 raise TypeError("cannot write into a buffer of Python objects")
             if i == NONE or not in_memory(self, E(self, i)):
                 return -1

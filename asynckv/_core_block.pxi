@@ -315,6 +315,20 @@ cdef int take_source(cnp.ndarray a, Source *s) except -1:
     return 0
 
 
+cdef bint holds_objects(const char *format) noexcept:
+    """Whether a buffer of this format holds Python objects. Names of fields stand between colons."""
+    cdef bint named = False
+    if format == NULL:
+        return False
+    while format[0]:
+        if format[0] == c':':
+            named = not named
+        elif format[0] == c'O' and not named:
+            return True
+        format += 1
+    return False
+
+
 cdef int check_array(cnp.ndarray a) except -1:
     if type(a) is not cnp.ndarray:
         from numpy.ma import MaskedArray
@@ -403,7 +417,7 @@ cdef Draft draft_block(BlockMap t, object block):
     else:
         PyObject_GetBuffer(block, &d.buffer, PyBUF_FULL_RO)
         d.has_buffer = True
-        if d.buffer.format != NULL and strchr(d.buffer.format, c'O') != NULL:
+        if holds_objects(d.buffer.format):
             raise TypeError("buffers of Python objects cannot be stored")
         d.desc = bytes_desc(t)
         d.stored = d.payload = <uint64_t>d.buffer.len

@@ -248,6 +248,7 @@ cdef int drop_location(BlockMap t, uint32_t i, bint keep) except -1:
     list_remove(t, i)
     e.slot = NONE
     t.disk_count -= 1
+    t.n_displaced += 1
     if keep:
         to_dirty(t, i, False)
     else:

@@ -277,7 +277,7 @@ cdef class Table(BlockMap):
             return 0, 0
         return self.segments[s].count, self.segments[s].bytes
 
-    def segment_candidates(self, slot, max_bytes):
+    def segment_candidates(self, slot, max_bytes, bint unused=False):
         cdef list out = []
         cdef uint32_t i = self.segment_first(slot)
         cdef Entry *e
@@ -287,7 +287,7 @@ cdef class Table(BlockMap):
         enter(self)
         while i != NONE:
             e = E(self, i)
-            if e.flags & E_USED and not in_memory(self, e) and total + e.length <= most:
+            if (unused or e.flags & E_USED) and not in_memory(self, e) and total + e.length <= most:
                 total += e.length
                 c = Carry.__new__(Carry)
                 c.kind = e.kind

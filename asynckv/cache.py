@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv._core import Table
 from asynckv.buffers import copy_payload, pairs_of, payload_bytes, several, too_small, writable_bytes
-from asynckv.config import Config, format_size, parse_seconds
+from asynckv.config import SEGMENTS_MAX, Config, format_size, parse_seconds
 from asynckv.errors import AsyncKVError, BlockTooLargeError, ClosedError
 from asynckv.gauges import read_gauges
 from asynckv.pages import Pages
@@ -89,8 +89,8 @@ def open(
         What becomes of the blocks that are there: `"quiet"` keeps them and skips damage, `"strict"` keeps them and
         raises when there is damage, `"none"` removes all of this namespace, whole ones too.
     segment
-        Bytes of one segment file, 64 KiB to 2 GiB; None for a sixteenth of `disk`, at most 128 MiB. A block that is
-        larger stays in memory alone.
+        Bytes of one segment file, 64 KiB to 2 GiB; None for a sixteenth of `disk`, at most 128 MiB (more above 64 GiB).
+        A block that is larger stays in memory alone; there are at most 1,024 segments.
     force
         Take more memory than is wise.
     **seams
@@ -124,7 +124,14 @@ def open(
 
 
 def _warn_of_room(config: Config, used: int) -> None:
-    """Say so when the file system cannot hold what the cap allows: blocks will be dropped earlier, or writes fail."""
+    """Say so when the disk cannot hold what the cap allows: blocks will be dropped earlier, or writes fail."""
+    if config.disk > SEGMENTS_MAX * config.segment:
+        log.warning(
+            "asynckv: of disk=%s at most %s will be used, in %d segments: choose a larger segment=",
+            format_size(config.disk),
+            format_size(SEGMENTS_MAX * config.segment),
+            SEGMENTS_MAX,
+        )
     try:
         system = os.statvfs(config.directory)
     except OSError:

@@ -41,6 +41,7 @@ SEGMENTS_MIN = 4  # below that, reclaiming one segment would throw away most of 
 SEGMENT_MIN = 64 << 10
 SEGMENT_MAX = 2 << 30  # offsets inside a segment are 32 bits wide, with room to spare for headers
 SEGMENT_DEFAULT_MAX = 128 << 20
+SEGMENTS_MAX = 1024  # files of one directory
 SEGMENTS_PER_DISK = 16  # default: small enough that one reclaim costs 1/16 of the store, large enough to write in bulk
 
 DEFAULT_POLICY = "lru"
@@ -110,8 +111,12 @@ def resolve_policy(policy: str) -> str:
 
 
 def default_segment(disk: int) -> int:
-    """Return the segment size used for a store of ``disk`` bytes: a 16th of it, 64 KiB to 128 MiB, whole pages."""
+    """Return the segment size used for a store of ``disk`` bytes: a 16th of it, 64 KiB to 128 MiB, whole pages.
+
+    More for a large disk, so that half as many files as there may be are enough for it.
+    """
     size = min(max(disk // SEGMENTS_PER_DISK, SEGMENT_MIN), SEGMENT_DEFAULT_MAX)
+    size = min(max(size, disk // (SEGMENTS_MAX // 2)), SEGMENT_MAX)
     return size // PAGE * PAGE
 
 

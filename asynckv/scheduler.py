@@ -142,7 +142,8 @@ class Scheduler:
         self._recovery: asyncio.Task[None] | None = None
         self._known = True  # the index holds all that the log does
         self._recovery_waiters: list[tuple[Gather, int, TimerHandle]] = []
-        self._probe: asyncio.Task[None] | None = None
+        self._probe: asyncio.Task[bool] | None = None
+        self._probe_timer: TimerHandle | None = None
         table.wake = self._wake_from_anywhere
 
     # -- waking the queues ---------------------------------------------------------------------------------------
@@ -568,7 +569,7 @@ class Scheduler:
 
     async def put(self, items: Sequence[tuple[Any, Draft | None]]) -> list[bool]:
         """Store in order, waiting for room; False for what got none in time."""
-        putting = Putting(self, items)
+        putting = Putting(self, [(plain_key(key), draft) for key, draft in items])
         self.enqueue_put(putting)
         try:
             return await putting.future
@@ -707,26 +708,35 @@ class Scheduler:
         else:
             self.writer.disk_off()
             if not self.closed:
-                self._probe = self.loop.create_task(self._probe_until_ok(), name="asynckv probe")
+                self._probe_later()
         self.kick()
 
-    async def _probe_until_ok(self) -> None:
+    def _probe_later(self) -> None:
+        self._probe_timer = self.clock.call_later(self.loop, self.breaker.delay_s, self._begin_probe)
+
+    def _begin_probe(self) -> None:
+        self._probe = self.loop.create_task(self._ask_disk(), name="asynckv probe")
+        self._probe.add_done_callback(self._probed)
+
+    async def _ask_disk(self) -> bool:
         assert self.tier is not None
-        while not self.breaker.ok:
-            wait_over = asyncio.Event()
-            self.clock.call_later(self.loop, self.breaker.delay_s, wait_over.set)
-            await wait_over.wait()
-            try:
-                healthy = await self.tier.probe()
-            except OSError:
-                healthy = False
-            except Exception:  # our bug: the disk stays off, and is tried again
-                if self.loop.is_closed():  # as in `_recover`
-                    return
+        try:
+            return await self.tier.probe()
+        except OSError:
+            return False
+        except Exception:  # our bug: the disk stays off, and is tried again
+            if not self.loop.is_closed():  # as in `_recover`
                 log.exception("asynckv: the probe failed")
-                healthy = False
-            self.breaker.probed(healthy)
+            return False
+
+    def _probed(self, probe: asyncio.Task[bool]) -> None:
         self._probe = None
+        if self.closed or self.loop.is_closed():
+            return
+        if not probe.cancelled():  # else by somebody who cancelled all tasks of the loop
+            self.breaker.probed(probe.result())
+        if not self.breaker.ok:
+            self._probe_later()
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -756,6 +766,8 @@ class Scheduler:
         self.closed = True
         if self.tier is not None:
             self.counters.dropped_blocks += self.table.dirty_blocks + self.table.unbacked_blocks
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait([self._probe])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv.beside import beside
 from asynckv.checksum import checksum
 from asynckv.errors import BlockTooLargeError, ClosedError, NoRoomError
-from asynckv.waiting import DISK_HIT, MEMORY_HIT, Gather
+from asynckv.waiting import DISK_HIT, MEMORY_HIT, Gather, plain_key
 
 if TYPE_CHECKING:
     from asynckv._core import Draft, Room
@@ -170,7 +170,7 @@ class Reservation:
 
     def __init__(self, cache: Cache, key: Any, draft: Draft) -> None:
         self._cache = cache
-        self._key = key
+        self._key = plain_key(key)
         self._draft = draft
         self._room: Room | None = None
         self._entered = False

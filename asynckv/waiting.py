@@ -23,6 +23,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from asynckv._core import Answers
+from asynckv.clock import Stalls
 
 if TYPE_CHECKING:
     from asynckv._core import Draft, Load, Room
@@ -70,6 +71,7 @@ class RoomQueue(OrderedDict["Waiter", float]):
         self._on_leave = on_leave  # a head that leaves may have been all that was in the way
         self._working = False
         self._timer: TimerHandle | None = None  # for the first deadline
+        self._stalls = Stalls(loop)
         self._pinning: set[Waiter] = set()  # those that came with blocks
 
     @property
@@ -86,7 +88,7 @@ class RoomQueue(OrderedDict["Waiter", float]):
         if waiter.pins:
             self._pinning.add(waiter)
         if self._timer is None:
-            self._timer = self._clock.call_later(self._loop, self._timeout, self._expire)
+            self._arm(self._timeout)
 
     def discard(self, waiter: Waiter) -> None:
         """Take a call out, wherever it stands."""
@@ -97,9 +99,17 @@ class RoomQueue(OrderedDict["Waiter", float]):
                 self._timer = None
             self._on_leave()
 
+    def _arm(self, delay: float) -> None:
+        self._stalls.armed(delay)
+        self._timer = self._clock.call_later(self._loop, delay, self._expire)
+
     def _expire(self) -> None:
         self._timer = None
         if not self:
+            return
+        grace = self._stalls.grace()
+        if grace:
+            self._arm(grace)
             return
         now = self._clock.monotonic()
         late = [] if self._working else list(takewhile(lambda waiter: self[waiter] <= now, self))
@@ -107,7 +117,7 @@ class RoomQueue(OrderedDict["Waiter", float]):
             self.discard(waiter)
         if self:
             left = min(self._timeout, WORKING_LOOK_SECONDS) if self._working else next(iter(self.values())) - now
-            self._timer = self._clock.call_later(self._loop, max(0.0, left), self._expire)
+            self._arm(max(0.0, left))
         for waiter in late:
             waiter.expire()
 

@@ -49,14 +49,30 @@ WRITE_DOWN_TO = 3 / 8
 
 
 class Flush:
-    """One call of `flush`: what is left to take, and the batches it then waits for."""
+    """One call of `flush`.
 
-    __slots__ = ("batches", "first_segment", "future", "left")
+    Attributes
+    ----------
+    left, owed
+        Blocks and tombstones that are still to be taken.
+    batches
+        Those that it waits for.
+    first_segment
+        Where the first of them went.
+    displaced
+        The table's `displaced_blocks` when all of them were to be taken; None: what lost its place since may stay.
+    """
 
-    def __init__(self, future: asyncio.Future[None], left: int, batches: set[InFlight]) -> None:
+    __slots__ = ("batches", "displaced", "first_segment", "future", "left", "owed")
+
+    def __init__(
+        self, future: asyncio.Future[None], left: int, owed: int, batches: set[InFlight], displaced: int | None
+    ) -> None:
         self.future = future
         self.left = left
+        self.owed = owed
         self.batches = batches
+        self.displaced = displaced
         self.first_segment: int | None = None
 
 
@@ -95,12 +111,14 @@ class Writer:
         self._above = int(capacity * WRITE_ABOVE)
         self._down_to = int(capacity * WRITE_DOWN_TO)
         self._persist_after = config.persist_after
+        self._persistent = config.disk // 2  # bytes in memory that may be written once more when they lose their place
         self._wake = asyncio.Event()
         self._busy = False  # writing down to the lower mark
         self._urgent = False  # someone waits for room that a spill would make
         self._quota = 0  # blocks to write although there is no pressure (persist_after)
         self._closed = False
-        self._tombstones: dict[WireKey, list[asyncio.Future[None]]] = {}
+        self._tombstones: dict[WireKey, list[asyncio.Future[None]]] = {}  # oldest first
+        self._blocks_first = False  # a block found no room in its batch beside tombstones
         self._clear: list[asyncio.Future[None]] | None = None
         self._clearing: asyncio.Future[None] | None = None  # ends when the clear is durable, or has failed
         self._burials = self._burials_synced = 0  # batches with tombstones: composed, and durable for certain
@@ -186,6 +204,8 @@ class Writer:
             waiters.extend(owed)
         self._tombstones.clear()
         self.table.take_owed()
+        for flush in self._flushes:
+            flush.owed = 0
         self._clear = waiters
         self.poke()
         return future
@@ -193,7 +213,7 @@ class Writer:
     async def flush(self) -> None:
         """Write and sync every block that was put before the call; blocks that no segment can hold are an error."""
         oversize = self.table.nospill_blocks
-        await self._write_all()
+        await self._write_all(self.table.displaced_blocks)
         if oversize:
             raise DiskError(
                 f"blocks too large for a segment, which are in memory alone: {oversize} (the largest block that fits "
@@ -202,12 +222,13 @@ class Writer:
                 errno=errno.EFBIG,
             )
 
-    async def _write_all(self) -> None:
+    async def _write_all(self, displaced: int | None = None) -> None:
         if not self.scheduler.breaker.ok:
             raise DiskError("the disk is switched off", operation="flush", errno=errno.EIO)
         self.table.requeue_unbacked()
+        self._take_owed()
         future: asyncio.Future[None] = self.loop.create_future()
-        flush = Flush(future, self.table.dirty_blocks, set(self._in_flight))
+        flush = Flush(future, self.table.dirty_blocks, len(self._tombstones), set(self._in_flight), displaced)
         self._flushes.append(flush)
         self._settle_flushes()
         self._ensure()
@@ -306,25 +327,16 @@ class Writer:
     def _compose(self) -> None:
         """Take what is dirty and owed, fix its place in the log, and submit it: one step."""
         table = self.table
-        for key in table.take_owed():
-            self._tombstones.setdefault(key, [])
+        self._take_owed()
         clear, self._clear = self._clear, None
-        owed: dict[WireKey, list[asyncio.Future[None]]] = {}
-        size = 0
-        for key, waiters in self._tombstones.items():
-            if size >= self._batch_bytes // 4:
-                break
-            owed[key] = waiters
-            size += len(key[1]) + 16
-        if len(owed) == len(self._tombstones):
-            self._tombstones = {}
-        else:  # a dictionary that is only popped from its head gets slow
-            self._tombstones = dict(islice(self._tombstones.items(), len(owed), None))
+        wanted = clear is None and self._wanted()
+        owed = {} if wanted and self._blocks_first else self._take_tombstones()
         spills: list[Spill] = []
         try:
-            # A tombstone left for a later batch would bury a newer block of its key that went into this one.
-            if clear is None and self._wanted() and not self._tombstones:
-                spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX)
+            if wanted:
+                spills = self._take_blocks()
+            if not spills and not owed:
+                owed = self._take_tombstones()
             if clear is None:
                 self._urgent = False
             if not spills and not owed and clear is None:
@@ -338,8 +350,8 @@ class Writer:
             raise
         for spill in reversed(batch.rest_spills):
             table.finish_spill(spill, False)
-        for key in batch.rest_tombstones:
-            self._tombstones[key] = owed.pop(key)
+        self._blocks_first = bool(batch.rest_spills and not batch.spills)
+        self._tombstones = {key: owed.pop(key) for key in batch.rest_tombstones} | self._tombstones
         durable = [future for waiters in owed.values() for future in waiters]
         if clear is not None:
             if batch.clear:
@@ -355,8 +367,9 @@ class Writer:
         self._in_flight.add(in_flight)
         self.bytes_in_flight += in_flight.bytes
         for flush in self._flushes:
-            if flush.left > 0 or owed or clear is not None:
+            if flush.left > 0 or flush.owed > 0 or clear is not None:
                 flush.left -= taken
+                flush.owed -= len(owed)
                 flush.batches.add(in_flight)
                 if flush.first_segment is None:
                     flush.first_segment = batch.segment
@@ -368,11 +381,41 @@ class Writer:
             in_flight.future.set_exception(error)
         in_flight.future.add_done_callback(in_flight.on_done)
 
+    def _take_owed(self) -> None:
+        for key in self.table.take_owed():
+            self._tombstones.setdefault(key, [])
+
+    def _take_tombstones(self) -> dict[WireKey, list[asyncio.Future[None]]]:
+        """The oldest tombstones, as many as fit a quarter of a batch."""
+        taken: dict[WireKey, list[asyncio.Future[None]]] = {}
+        size = 0
+        for key, waiters in self._tombstones.items():
+            if size >= self._batch_bytes // 4:
+                break
+            taken[key] = waiters
+            size += len(key[1]) + 16
+        if len(taken) == len(self._tombstones):
+            self._tombstones = {}
+        else:  # a dictionary that is only popped from its head gets slow
+            self._tombstones = dict(islice(self._tombstones.items(), len(taken), None))
+        return taken
+
+    def _take_blocks(self) -> list[Spill]:
+        """A batch of dirty blocks; none that a tombstone which is left for a later batch would bury."""
+        spills = self.table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX)
+        if not self._tombstones:
+            return spills
+        for spill in reversed(spills):
+            if (spill.kind, spill.key) in self._tombstones:
+                self.table.finish_spill(spill, False)
+        return [spill for spill in spills if (spill.kind, spill.key) not in self._tombstones]
+
     def _cleared(self, future: asyncio.Future[None]) -> None:
-        """The clear is durable, or stays owed; until it is, the log holds keys that the index does not know."""
+        """The clear is durable, or stays owed: then it goes before whatever comes, and ends all that the log holds."""
         self._clearing = None
-        self.table.log_unknown = future.exception() is not None
-        if self.table.log_unknown:
+        if future.exception() is None:
+            self.table.log_unknown = False
+        else:
             self._clear = self._clear or []
             self.go_on()
 
@@ -427,14 +470,27 @@ class Writer:
 
     def _settle_flushes(self) -> None:
         """Hand flushes whose batches are all written to the next sync."""
+        table = self.table
         for flush in list(self._flushes):
             if flush.first_segment is not None and self.tier.oldest_segment > flush.first_segment:
                 self._flushes.remove(flush)
                 error = DiskError("the blocks do not fit the disk together", operation="flush", errno=errno.ENOSPC)
                 self._answer([flush.future], error)
-            elif not flush.batches and (flush.left <= 0 or not self.table.dirty_blocks) and not self._owes():
+            elif flush.batches or self._is_left(flush):
+                continue
+            elif flush.displaced not in (None, table.displaced_blocks):  # their room went to what it has written
+                flush.displaced = table.displaced_blocks
+                table.requeue_unbacked()
+                flush.left = table.dirty_blocks
+                self._wake.set()
+            else:
                 self._flushes.remove(flush)
                 self._sync([flush.future])
+
+    def _is_left(self, flush: Flush) -> bool:
+        """Whether something is still to be taken for a flush."""
+        blocks, tombstones = flush.left > 0 and self.table.dirty_blocks, flush.owed > 0 and self._owes()
+        return bool(blocks or tombstones or self._clear is not None)
 
     # -- sync ----------------------------------------------------------------------------------------------------
 
@@ -480,6 +536,8 @@ class Writer:
         self._timer = self.scheduler.clock.call_later(self.loop, period, self._tick)
 
     def _tick(self) -> None:
+        if self.table.used <= self._persistent:  # more than that would go round and round
+            self.table.requeue_unbacked()
         # What was dirty at the last tick and still is has waited at least half, at most all of `persist_after`.
         self._quota = max(self._quota, min(self._aged, self.table.dirty_blocks))
         self._aged = self.table.dirty_blocks

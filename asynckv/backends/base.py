@@ -20,7 +20,8 @@ Workers
     are short. How long they take is told by their attribute ``nbytes``, the bytes they go through. Without it a verify
     counts as the length of its buffer, and a prepare as long.
 Deadlines
-    Measured on the injected clock from submission. At the deadline the future gets `TimeoutError`.
+    Measured on the injected clock from submission. At the deadline the future gets `TimeoutError`; when the loop stood
+    still by then, once as much later, so that what ended meanwhile is heard of.
 Order
     None. Two operations in flight may run in any order, a sync does not wait for a write in flight: whoever needs an
     order awaits the first before submitting the second. A sync covers the writes whose futures had resolved before it

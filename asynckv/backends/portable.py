@@ -37,7 +37,7 @@ from asynckv.backends.base import Backend, File
 from asynckv.backends.files import NOT_DIRECT, O_DIRECT, Files
 from asynckv.backends.operations import Call, Close, Op, Open, Read, Stop, Sync, Write, work
 from asynckv.backends.transfer import Transfers
-from asynckv.clock import Clock, MonotonicClock, TimerHandle
+from asynckv.clock import Clock, MonotonicClock, Stalls, TimerHandle
 from asynckv.errors import ClosedError, DiskError
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class ThreadsBackend(Backend):
             raise RuntimeError("the backend was started before")
         self._started = True
         self.loop = asyncio.get_running_loop()
+        self._stalls = Stalls(self.loop)
         self._closed = False
         self._pid = os.getpid()  # a forked child owns nothing
         try:
@@ -462,12 +463,18 @@ class ThreadsBackend(Backend):
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = deadline
-        self._timer = self._clock.call_later(self.loop, deadline - self._clock.monotonic(), self._expire)
+        delay = deadline - self._clock.monotonic()
+        self._stalls.armed(delay)
+        self._timer = self._clock.call_later(self.loop, delay, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
         self._timer_at = math.inf
         now = self._clock.monotonic()
+        grace = self._stalls.grace()
+        if grace:
+            self._arm(now + grace)
+            return
         earliest = math.inf
         for op in list(self._in_flight):
             if op.deadline <= now:

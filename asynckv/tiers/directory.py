@@ -6,7 +6,7 @@ to a descriptor of the directory, so that nobody can swap the path between the c
 The lock is a POSIX record lock (fcntl(2)) on the file ``lock``: the kernel lets go of it when the process dies, and a
 forked child does not inherit it. Such a lock has two traps. It does not keep out the process that holds it: a
 registry by (device, inode) does. And closing *any* descriptor of the file drops it: so the registry is asked before
-the file is opened.
+the file is opened, and no thread opens or closes the file between another's look at the registry and its entry.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import stat
 import struct
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from asynckv.errors import StoreLockedError, UnsafeDirectoryError
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["Directory"]
 
 _held: dict[tuple[int, int], int] = {}  # (device, inode) of the directory -> process id of the holder
+# For a look at the registry and an entry, with the lock file opened or closed between; finalisers may come in between.
+_turn = threading.RLock()
+
+
+def _new_turn() -> None:
+    global _turn
+    _turn = threading.RLock()  # a thread of the parent's may have it
+
+
+os.register_at_fork(after_in_child=_new_turn)
 _LOCK_TRIES = 8
 _OURS = (SUPERBLOCK_NAME, SUPERBLOCK_NAME + ".tmp", SNAPSHOT_NAME, SNAPSHOT_NAME + ".tmp", *SPARE_NAMES)
 
@@ -116,22 +127,22 @@ class Directory:
         UnsafeDirectoryError
             The lock is not a plain file of ours.
         """
-        holder = _held.get(self._identity)
-        if holder == os.getpid():
-            raise StoreLockedError(f"{self.path!r} is open in this process ({holder})", pid=holder)
-        for _ in range(_LOCK_TRIES):
-            fd = self._open_lock()
-            try:
-                if self._try_lock(fd):
-                    self._lock_fd = fd
-                    _held[self._identity] = os.getpid()
-                    self._write_pid(fd)
-                    return
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # somebody replaced the file between open and lock
-        raise StoreLockedError(f"the lock of {self.path!r} is being replaced all the time")
+        with _turn:
+            holder = _held.get(self._identity)
+            if holder == os.getpid():
+                raise StoreLockedError(f"{self.path!r} is open in this process ({holder})", pid=holder)
+            for _ in range(_LOCK_TRIES):
+                fd = self._open_lock()
+                try:
+                    if self._try_lock(fd):
+                        self._write_pid(fd)
+                        _held[self._identity] = os.getpid()
+                        self._lock_fd = fd
+                        return
+                finally:
+                    if self._lock_fd < 0:
+                        os.close(fd)
+            raise StoreLockedError(f"the lock of {self.path!r} is being replaced all the time")
 
     def _open_lock(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -179,22 +190,45 @@ class Directory:
 
         Asks without taking or changing anything.
         """
-        own = _held.get(self._identity)
-        if own == os.getpid():  # opening and closing the file here would drop our own lock
-            return own
-        try:
-            fd = os.open(LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
-        except OSError:
-            return None
-        try:
-            return _ask_kernel(fd)
-        finally:
-            os.close(fd)
+        with _turn:
+            own = _held.get(self._identity)
+            if own == os.getpid():  # opening and closing the file here would drop our own lock
+                return own
+            try:
+                fd = os.open(LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+            except OSError:
+                return None
+            try:
+                return _ask_kernel(fd)
+            finally:
+                os.close(fd)
 
     def __del__(self) -> None:
         # A cache that was dropped without being closed must not keep its directory for the life of the process.
         if self.fd >= 0 and self._pid == os.getpid():
             self.close()
+
+    def close_to_others(self) -> None:
+        """Take what others may do with the files of a held store: those of a copy made without care may be read by all.
+
+        Segments are used again for new blocks as they are.
+        """
+        os.fchmod(self._lock_fd, 0o600)
+        with os.scandir(self.fd) as entries:
+            open_ones = [
+                entry.name
+                for entry in entries
+                if (entry.name in _OURS or parse_segment_name(entry.name) is not None)
+                and entry.is_file(follow_symlinks=False)
+                and stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode) & 0o077
+            ]
+        for name in open_ones:
+            with contextlib.suppress(OSError):
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+                try:
+                    os.fchmod(fd, 0o600)
+                finally:
+                    os.close(fd)
 
     def clear_way(self) -> list[str]:
         """Remove what has one of our names and is no file; the names of what stays in the way.
@@ -220,11 +254,13 @@ class Directory:
 
     def unlock(self) -> None:
         """Let go of the lock; the file stays, because removing it would race with the next owner."""
-        if self._lock_fd >= 0:
+        with _turn:
+            if self._lock_fd < 0:
+                return
             fd, self._lock_fd = self._lock_fd, -1
+            os.close(fd)  # first: it would drop the lock of a next owner in this process
             if _held.get(self._identity) == os.getpid():
                 del _held[self._identity]
-            os.close(fd)
 
     def close(self) -> None:
         """Unlock and close."""

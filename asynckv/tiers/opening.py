@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynckv.backends.base import NOT_ALLOWED, OUR_SHORTAGE
+from asynckv.config import SEGMENTS_MAX
 from asynckv.errors import CorruptStoreError, DiskError
 from asynckv.tiers.evidence import Evidence, named, own_pages, scannable, voted_id
 from asynckv.tiers.layout import (
@@ -43,7 +44,7 @@ from asynckv.tiers.layout import (
     pages,
     parse_segment_name,
 )
-from asynckv.tiers.segment import SEGMENTS_MAX, Segment, SegmentSet, Spare
+from asynckv.tiers.segment import Segment, SegmentSet, Spare
 from asynckv.tiers.snapshot import peek_snapshot
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Opening:
 
     async def run(self) -> None:
         """Read superblock and segments, remove what is dead or stray of ours."""
+        self.directory.close_to_others()
         in_the_way = self.directory.clear_way()
         for name in in_the_way:
             self.damaged(f"{name!r} is not a file")

@@ -27,10 +27,11 @@ import functools
 import mmap
 from typing import TYPE_CHECKING, Any
 
+from asynckv.config import SEGMENTS_MAX
 from asynckv.errors import DiskError
 from asynckv.tiers.layout import PAGE, pages
 from asynckv.tiers.log import CarryItem
-from asynckv.tiers.segment import NO_SPACE, SEGMENTS_MAX
+from asynckv.tiers.segment import NO_SPACE
 
 if TYPE_CHECKING:
     import logging
@@ -246,10 +247,13 @@ class Reclaimer:
     # -- carrying over -------------------------------------------------------------------------------------------
 
     async def _carry_over(self, segment: Segment, budget: int) -> int:
-        """Copy blocks that were used since they were written; stored bytes that were copied."""
+        """Copy blocks that were used since they were written; stored bytes that were copied.
+
+        All blocks, when there are too many files and not too many bytes: many short lives leave many small segments.
+        """
         active = self.set.active
         assert active is not None
-        candidates = self.table.segment_candidates(segment.slot, budget)
+        candidates = self.table.segment_candidates(segment.slot, budget, self.set.crowded)
         written = False
         carried = 0
         while candidates:

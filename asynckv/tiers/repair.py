@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asynckv._record import Records
+    from asynckv.tiers.evidence import Evidence
     from asynckv.tiers.report import Space
     from asynckv.tiers.segment import Segment
 
@@ -222,28 +223,41 @@ def _repair_space(
         try:
             runner.run(_open(tier, table))
             assert tier._directory is not None
-            report = Inspector(tier._directory, verify=True, progress=progress).run()
-            own = tier._set.own()
-            _remove_left_out(tier._directory, report, name, {segment.number for segment in own}, repair.removed)
+            inspector = Inspector(tier._directory, verify=True, progress=progress)
+            report, own = inspector.run(), tier._set.own()
+            numbers = {segment.number for segment in own}
+            useless = _left_out(report, name, numbers) + _unreadable(report, inspector.evidence, digest, numbers)
+            _remove(tier._directory, useless, repair.removed)
             repair.rewritten += _Rewriter(tier._directory, report, digest, own, table).run()
         finally:
             runner.run(tier.close(snapshot=False))
             table.close()
 
 
-def _remove_left_out(
-    directory: Directory, report: DirectoryReport, name: str, own: set[int], removed: list[str]
-) -> None:
-    """Remove segments that the opening did not count and left, because their first page does not say whose they are.
+def _left_out(report: DirectoryReport, name: str, own: set[int]) -> list[str]:
+    """Segments that the opening did not count and left, because their first page does not say whose they are.
 
     What they were older than may be among what is removed later, and then they would count again.
     """
-    left_out = [each.name for each in report.segments if each.namespace == name and each.number not in own]
-    for each in left_out:
+    return [each.name for each in report.segments if each.namespace == name and each.number not in own]
+
+
+def _unreadable(report: DirectoryReport, evidence: Evidence, digest: bytes, own: set[int]) -> list[str]:
+    """Files without a readable page that were this namespace's, as others of its segments say.
+
+    These are about to be written anew, and will no longer say so: another namespace would take them for a loss of its.
+    """
+    anybodys = (numbers for space, numbers in evidence.named.items() if space != digest)
+    numbers = evidence.named.get(digest, set()).difference(own, *anybodys)
+    return [each.name for each in report.segments if each.state == "unreadable" and each.number in numbers]
+
+
+def _remove(directory: Directory, names: list[str], removed: list[str]) -> None:
+    for each in names:
         os.unlink(each, dir_fd=directory.fd)
-    if left_out:
+    if names:
         os.fsync(directory.fd)
-        removed += left_out
+        removed += names
 
 
 def _segment_bytes(path: str | os.PathLike[str], digest: bytes) -> int:

@@ -29,6 +29,7 @@ import errno
 from typing import TYPE_CHECKING, Any
 
 from asynckv._record import KIND_CLAIM, RecordWriter
+from asynckv.config import SEGMENTS_MAX
 from asynckv.errors import DiskError
 from asynckv.tiers.base import wait_at_most
 from asynckv.tiers.layout import (
@@ -51,9 +52,8 @@ if TYPE_CHECKING:
     from asynckv.clock import Clock
     from asynckv.tiers.log import Batch
 
-__all__ = ["LOST_NUMBERS_MAX", "NO_SPACE", "SEGMENTS_MAX", "Segment", "SegmentSet", "Spare"]
+__all__ = ["LOST_NUMBERS_MAX", "NO_SPACE", "Segment", "SegmentSet", "Spare"]
 
-SEGMENTS_MAX = 1024
 LOST_NUMBERS_MAX = SEGMENTS_MAX  # in a row, of births that failed or of segments that were given up
 OPEN_FILES_MAX = 64
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -334,8 +334,16 @@ class SegmentSet:
 
     def has_room(self) -> bool:
         """Whether one more segment can be made without reclaiming."""
+        return self._has_bytes() and len(self) < SEGMENTS_MAX
+
+    def _has_bytes(self) -> bool:
         spare = self.spare.charge + PAGE if self.spare is not None else 0
-        return self.charged - spare + self.segment_charge <= self.cap and len(self) < SEGMENTS_MAX
+        return self.charged - spare + self.segment_charge <= self.cap
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it is their number alone that keeps another segment from being made."""
+        return len(self) >= SEGMENTS_MAX and self._has_bytes()
 
     @property
     def segment_charge(self) -> int:

@@ -7,11 +7,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from storekit import blocks, child_environment, fill, payload, python
 
 import asynckv
+from asynckv.tiers.directory import Directory
 
 SMALL = {"memory": "1MiB", "disk": "16MiB"}
 
@@ -48,6 +51,78 @@ async def test_a_directory_this_process_holds_is_refused_at_once_naming_the_pid(
         await cache.flush()
     async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
         assert bytes(await cache.get(1)) == b"x"
+
+
+def test_threads_that_open_one_directory_at_once_get_one_store(tmp_path, monkeypatch):
+    """Between the look at the registry and the entry in it another thread may run."""
+    look = Directory._try_lock
+
+    def slowly(self, fd):
+        time.sleep(0.02)
+        return look(self, fd)
+
+    monkeypatch.setattr(Directory, "_try_lock", slowly)
+    got: list[object] = []
+
+    def lock(directory):
+        try:
+            directory.lock()
+        except asynckv.StoreLockedError as refused:
+            got.append(refused)
+        else:
+            got.append(directory)
+
+    directories = [Directory.open(tmp_path / "kv") for _ in range(4)]
+    threads = [threading.Thread(target=lock, args=(each,)) for each in directories]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(isinstance(each, Directory) for each in got) == [False, False, False, True]
+    for each in directories:
+        each.close()
+
+
+def test_an_owner_that_takes_over_in_another_thread_keeps_its_lock(tmp_path, monkeypatch):
+    """Its lock file must not be closed by the one before it, which would drop the lock."""
+    first, second = Directory.open(tmp_path / "kv"), Directory.open(tmp_path / "kv")
+    first.lock()
+    close, taken = os.close, threading.Event()
+
+    def take_over():
+        while True:
+            try:
+                second.lock()
+            except asynckv.StoreLockedError:
+                continue
+            taken.set()
+            return
+
+    def close_late(fd):
+        if threading.current_thread() is threading.main_thread():
+            taken.wait(0.1)
+        close(fd)
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    monkeypatch.setattr(os, "close", close_late)
+    first.unlock()
+    monkeypatch.undo()
+    thread.join()
+    script = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    assert python(script, tmp_path / "kv" / "lock", check=False).returncode, "nobody holds the lock"
+    first.close()
+    second.close()
+
+
+async def test_files_of_a_careless_copy_are_closed_to_others(tmp_path):
+    await fill(tmp_path / "kv", blocks(12), **SMALL)
+    for path in (tmp_path / "kv").iterdir():
+        path.chmod(0o644)
+    (tmp_path / "kv").chmod(0o755)
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "kv").iterdir()} == {0o600}
+        assert bytes(await cache.get(3)) == payload(3)
 
 
 async def test_a_directory_reached_through_another_path_is_the_same_store(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import logging
 import os
 import subprocess
@@ -111,6 +113,38 @@ def test_a_block_without_its_layer(arguments):
         asynckv.CacheBlock(ARRAY, ARRAY)
     with pytest.raises(TypeError, match="value must be a numpy array, not NoneType"):
         asynckv.CacheBlock(1, ARRAY)
+
+
+class Named(ctypes.Structure):
+    _fields_ = (("Offset", ctypes.c_int), ("Other", ctypes.c_double))
+
+
+class Holding(ctypes.Structure):
+    _fields_ = (("plain", ctypes.py_object),)
+
+
+async def test_names_of_fields_are_no_objects(tmp_path):
+    async with asynckv.open(tmp_path / "store", **SMALL) as cache:
+        await cache.put(1, Named(3, 4.0))
+        assert bytes(await cache.get(1)) == bytes(Named(3, 4.0))
+        with pytest.raises(TypeError, match="buffers of Python objects"):
+            await cache.put(2, Holding(None))
+        assert await cache.get_into(1, Named()) == ctypes.sizeof(Named)
+
+
+async def test_a_key_that_changes_while_its_put_waits_is_the_one_of_the_call(tmp_path):
+    async with asynckv.open(tmp_path / "store", **SMALL | {"memory": "64KiB", "room_timeout": 5}) as cache:
+        await cache.put(1, bytes(60_000))
+        view = await cache.get(1)
+        key = np.array(100)
+        waiting = asyncio.create_task(cache.put(key, bytes(30_000)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        key[()] = 200
+        del view
+        assert await waiting
+        assert 100 in cache
+        assert 200 not in cache
 
 
 async def test_a_block_that_can_never_fit(tmp_path):

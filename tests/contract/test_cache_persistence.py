@@ -28,9 +28,11 @@ from storekit import (
     read_all,
     recovered,
     settle,
+    until,
 )
 
 import asynckv
+import asynckv.tiers.segment
 
 SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
 
@@ -157,6 +159,63 @@ async def test_flush_of_a_set_that_cannot_fit_the_disk_raises_an_os_error(tmp_pa
         assert isinstance(caught.value, asynckv.AsyncKVError)
         assert await cache.put(1, b"alive")
         assert bytes(await cache.get(1)) == b"alive"
+
+
+TINY = {"memory": "8MiB", "disk": "1MiB", "segment": "64KiB", "room_timeout": 0.3}
+
+
+async def test_flush_writes_again_what_lost_its_segment_meanwhile(tmp_path):
+    """Blocks that stay in memory, while others are overwritten until the log has gone round."""
+    old = blocks(30, 8 * KIB)
+    async with asynckv.open(tmp_path / "alive", **TINY) as cache:
+        await cache.put_many(old.items())
+        for version in range(8):
+            new = blocks(30, 8 * KIB, start=100, version=version)
+            await cache.put_many(new.items())
+            await cache.flush()
+        store = crash_image(tmp_path / "alive", tmp_path / "kv")
+    async with asynckv.open(store, **TINY) as cache:
+        assert await read_all(cache, old | new) == {key: canon(block) for key, block in (old | new).items()}
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_flush_of_what_fits_only_one_after_the_other_raises(tmp_path, used):
+    async with asynckv.open(tmp_path / "kv", **TINY) as cache:
+        await cache.put_many(blocks(60, 8 * KIB).items())
+        await cache.flush()
+        if used:
+            await cache.get_many(range(60))
+        await cache.put_many(blocks(60, 8 * KIB, start=100).items())
+        with pytest.raises(asynckv.DiskError, match="do not fit the disk together"):
+            await cache.flush()
+        await cache.delete_many(range(60))
+        await cache.flush()
+
+
+async def test_blocks_that_lost_their_segment_are_written_again_after_persist_after(tmp_path):
+    async with asynckv.open(tmp_path / "kv", **TINY, persist_after=0.1) as cache:
+        await cache.put_many(blocks(30, 8 * KIB).items())
+        for version in range(8):
+            await cache.put_many(blocks(30, 8 * KIB, start=100, version=version).items())
+            await cache._scheduler.writer._write_all()
+        assert cache.stats().disk_blocks < 60
+        await until(lambda: cache.stats().disk_blocks == 60)
+
+
+async def test_many_short_lives_lose_nothing_while_there_is_room(tmp_path, monkeypatch):
+    """Each leaves a segment of its own, and there are only so many."""
+    monkeypatch.setattr(asynckv.tiers.segment, "SEGMENTS_MAX", 8)
+    for life in range(20):
+        async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+            await cache.put(life, payload(life))
+            assert len(list((tmp_path / "kv").glob("*.seg"))) <= 8
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert await read_all(cache, range(20)) == {key: canon(block) for key, block in blocks(20).items()}
+
+
+async def test_a_disk_of_more_segments_than_there_may_be_is_told_of(tmp_path, caplog):
+    async with asynckv.open(tmp_path / "kv", memory="1MiB", disk="128MiB", segment="64KiB"):
+        assert "of disk=128.0 MiB at most 64.0 MiB will be used, in 1024 segments" in caplog.text
 
 
 async def test_flush_with_a_block_larger_than_a_segment_raises_and_memory_serves_it(tmp_path):

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from sickkit import SMALL, sick
-from storekit import BLOCK, Lag, blocks, check_idle, crash_image, fill, payload, read_all, settle, until
+from sickkit import SMALL, FastClock, sick
+from storekit import BLOCK, Lag, blocks, check_idle, crash_image, fill, payload, read_all, recovered, settle, until
 
 import asynckv
 from asynckv.backends import create_backend
@@ -536,6 +536,75 @@ async def test_what_still_works_does_not_hide_what_does_not(tmp_path, healthy):
         stats = cache.stats()
         assert stats.disk_state == "off", "the probe asks for both"
         assert stats.io_errors == failed
+
+
+async def test_a_disk_that_is_off_is_tried_again_after_somebody_cancelled_all_tasks(tmp_path):
+    script = Script()
+    async with sick(tmp_path / "kv", script, _clock=FastClock()) as (cache, _):
+        await cache.put_many(blocks(4).items())
+        script.add("*", error(errno.EIO), sticky=True)
+        while cache.stats().disk_state == "ok":
+            with contextlib.suppress(asynckv.DiskError):
+                await cache.flush()
+        script.clear()
+        script.add("*", slow(0.05), sticky=True)
+        for _ in range(40):  # before the probe, while it runs, after it
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0.005)
+        script.clear()
+        await until(lambda: cache.stats().disk_state == "ok")
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+async def test_a_loop_that_stood_still_is_no_sick_disk(tmp_path, engine):
+    """All reads end while nothing can hear of it, long before it does."""
+    options = {**SMALL, "memory": "16MiB", "engine": engine, "io_timeout": 0.3}
+    try:
+        async with asynckv.open(tmp_path / "kv", **options) as cache:
+            await cache.put_many(blocks(12).items())
+            await cache.flush()
+    except OSError as reason:
+        pytest.skip(f"no {engine} here: {reason}")
+    items = blocks(400, 8000, start=1000)
+    await fill(tmp_path / "kv", items, **options)
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        await recovered(cache)
+        reads = [asyncio.create_task(cache.get(key)) for key in items]
+        while cache.stats().reads_in_flight < 200:  # noqa: ASYNC110 - turn by turn
+            await asyncio.sleep(0)
+        time.sleep(1.0)
+        found = await asyncio.gather(*reads)
+        assert [bytes(block) for block in found] == list(items.values())
+        stats = cache.stats()
+        assert (stats.io_timeouts, stats.disk_state) == (0, "ok")
+
+
+async def test_a_block_that_fills_a_segment_is_written_beside_many_deletes(tmp_path):
+    """Beside tombstones it finds no room, in no segment."""
+    options = {"memory": "16MiB", "disk": "64MiB", "segment": "64KiB"}
+    async with asynckv.open(tmp_path / "kv", **options) as cache:
+        keys = [b"%08d" % number * 120 for number in range(6000)]
+        for start in range(0, len(keys), 1000):
+            await cache.put_many((key, b"v" * 16) for key in keys[start : start + 1000])
+        await cache.flush()
+        left, flushed = iter(keys), False
+
+        async def delete():
+            for key in left:
+                if flushed:
+                    return
+                await cache.delete(key)
+
+        deleting = [asyncio.create_task(delete()) for _ in range(64)]
+        await asyncio.sleep(0.05)
+        segments = cache._tier._set
+        first = segments.next_number
+        await cache.put("large", bytes(cache._tier.max_block))
+        await cache.flush()
+        flushed = True
+        assert segments.next_number - first < 40
+        await asyncio.gather(*deleting)
 
 
 async def test_a_disk_that_fools_the_probe_is_asked_less_and_less_often(tmp_path):

@@ -114,7 +114,7 @@ def build(*, memory=1 << 20, room_timeout=5.0, persist_after=None, clock=None):
     """A table, a scripted tier and the scheduler between them."""
     table = Table(memory, backed=True)
     tier = ScriptedTier()
-    config = SimpleNamespace(io_timeout=5.0, room_timeout=room_timeout, persist_after=persist_after)
+    config = SimpleNamespace(io_timeout=5.0, room_timeout=room_timeout, persist_after=persist_after, disk=1 << 30)
     scheduler = Scheduler(asyncio.get_running_loop(), table, tier, config, clock or MonotonicClock())
     scheduler.writer.start()
     return table, tier, scheduler

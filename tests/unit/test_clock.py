@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from asynckv.clock import Clock, MonotonicClock
+from asynckv.clock import Clock, MonotonicClock, Stalls
 from asynckv.testing import ManualClock
 
 
@@ -83,3 +83,27 @@ async def test_manual_delay_of_zero_is_a_turn_of_the_loop():
 def test_manual_time_does_not_run_backwards():
     with pytest.raises(ValueError, match="backwards"):
         ManualClock().advance(-1.0)
+
+
+class TimedLoop:
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
+def test_a_timer_that_fires_late_waits_once_more_as_long():
+    loop = TimedLoop()
+    stalls = Stalls(loop)
+    stalls.armed(5.0)
+    loop.now = 5.01
+    assert stalls.grace() == 0.0, "a busy loop"
+    stalls.armed(5.0)
+    loop.now += 7.0
+    assert stalls.grace() == 2.0
+    stalls.armed(2.0)
+    loop.now += 9.0
+    assert stalls.grace() == 0.0, "a loop that always stands still must not wait for ever"
+    stalls.armed(1.0)
+    loop.now += 3.0
+    assert stalls.grace() == 2.0

@@ -165,7 +165,9 @@ def test_disk_has_to_hold_four_segments():
 
 def test_default_segment_is_a_bounded_share_of_the_disk():
     assert default_segment(4 * GIB) == 128 << 20
-    assert default_segment(1 << 40) == 128 << 20
+    assert default_segment(64 * GIB) == 128 << 20
+    assert default_segment(1 << 40) == 2 * GIB
+    assert default_segment(1 << 50) <= 2 * GIB
     assert default_segment(64 << 20) == 4 << 20
     assert default_segment(1) == 64 << 10
     assert default_segment(99_999_999) % 4096 == 0

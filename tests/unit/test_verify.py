@@ -129,6 +129,35 @@ def test_the_namespaces_of_a_directory_are_mended_together(store):
         assert [bytes(cache.get(n) or b"") for n in range(6)] == [b"" if n == 2 else value(n, 7) for n in range(6)]
 
 
+@pytest.mark.parametrize("size", [0, 161])
+@pytest.mark.parametrize("other_first", [False, True])
+def test_a_destroyed_segment_of_one_namespace_costs_no_other_anything(tmp_path, size, other_first):
+    """Its neighbours say whose it was, until they are written anew."""
+    store, options = tmp_path / "store", OPTIONS | {"segment": "64KiB"}
+    other = asynckv.Namespace(salt="other")
+
+    def fill(namespace, keys):
+        with BlockingCache(store, namespace=namespace, **options) as cache:
+            cache.put_many((key, bytes([key]) * 20_000) for key in keys)
+
+    def found(namespace):
+        with BlockingCache(store, namespace=namespace, **options) as cache:
+            return [key for key in range(30) if cache.get(key) is not None]
+
+    if not other_first:
+        fill(None, range(10))
+    fill(other, range(10))
+    fill(None, range(10, 30))
+    mine = [
+        each for each in inspect_directory(store).segments if each.namespace == asynckv.Namespace().digest()[:8].hex()
+    ]
+    os.truncate(store / mine[-5].name, size)
+    repair = repair_directory(store)
+    assert repair.after.ok
+    assert found(other) == list(range(10))
+    assert found(None)
+
+
 def test_records_of_an_unknown_namespace_are_left_alone(tmp_path):
     path = tmp_path / "store"
     options = OPTIONS | {"namespace": asynckv.Namespace(model="nobody told")}
