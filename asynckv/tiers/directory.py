@@ -71,6 +71,8 @@ class Directory:
         self._identity = (info.st_dev, info.st_ino)
         self.own_bytes = max(info.st_blocks * 512, PAGE)
         self._lock_fd = -1
+        self._noted = b""  # what the lock file says while it is ours
+        self._lost = False
         self._pid = os.getpid()
 
     @classmethod
@@ -135,7 +137,7 @@ class Directory:
                 fd = self._open_lock()
                 try:
                     if self._try_lock(fd):
-                        self._write_pid(fd)
+                        self._noted = self._write_pid(fd)
                         _held[self._identity] = os.getpid()
                         self._lock_fd = fd
                         return
@@ -179,11 +181,28 @@ class Directory:
         return (current.st_dev, current.st_ino) == (mine.st_dev, mine.st_ino)
 
     @staticmethod
-    def _write_pid(fd: int) -> None:
-        """Note our process id for people and for systems that cannot ask the kernel."""
+    def _write_pid(fd: int) -> bytes:
+        """Note our process id for people and for systems that cannot ask the kernel; what was noted."""
+        note = b"%d\n" % os.getpid()
         with contextlib.suppress(OSError):  # the lock is held all the same, on a full disk too
             os.ftruncate(fd, 0)
-            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+            if os.pwrite(fd, note, 0) == len(note):
+                return note
+        return b""
+
+    def renew(self) -> bool:
+        """Lock once more, which changes nothing for who has the lock; whether nobody else had it since `lock`.
+
+        Whoever opens and closes the lock file in this process, to copy the directory for one, lets go of it unawares.
+        """
+        if self._lock_fd < 0 or self._lost:
+            return False
+        try:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lost = bool(self._noted) and os.pread(self._lock_fd, 32, 0) != self._noted
+        except OSError:
+            self._lost = True
+        return not self._lost
 
     def holder(self) -> int | None:
         """Return the process that holds the store, 0 for one that cannot be named, None when nobody does.

@@ -261,6 +261,7 @@ class DiskTier:
         await self._reader.close()
         active, self._set.active = self._set.active, None
         try:
+            self._check_lock()
             if active is not None:  # an empty one, too: the seal of the one before names it
                 self._reclaimer.seal_behind(active)
             await self._reclaimer.drain()
@@ -301,6 +302,7 @@ class DiskTier:
         DiskError
             The disk refuses, or there is no room below the cap.
         """
+        self._check_lock()
         try:
             await self._reclaimer.prepare(nbytes)
         except DiskError:
@@ -335,6 +337,12 @@ class DiskTier:
     async def sync(self) -> None:
         """Make everything durable whose write completed before the call; see `LogWriter.sync`."""
         await self._log.sync()
+        self._check_lock()
+
+    def _check_lock(self) -> None:
+        """Write nothing, and promise nothing, when another process has taken the store over."""
+        if self._directory is not None and not self._directory.renew():
+            raise DiskError("the lock was lost to another process", operation="write", errno=errno.ESTALE)
 
     async def probe(self) -> bool:
         """Append an empty batch, sync it and read it back."""

@@ -175,7 +175,7 @@ class Reclaimer:
         """
         if self.recovering or not 0 < self.set.starved <= RELIEF_SEGMENTS or len(self.set) < SEGMENTS_LEFT:
             return False
-        self.logger.warning("asynckv: the file system is full: the oldest segment is given up")
+        self.logger.warning("asynckv: the file system gives no room for one more segment: the oldest one is given up")
         await self._reclaim_oldest(0)
         return True
 

@@ -115,6 +115,43 @@ def test_an_owner_that_takes_over_in_another_thread_keeps_its_lock(tmp_path, mon
     second.close()
 
 
+SECOND = """
+import asyncio, sys, asynckv
+async def main():
+    async with asynckv.open(sys.argv[1], memory="1MiB", disk="16MiB") as cache:
+        assert bytes(await cache.get(1)) == b"x"
+        await cache.put(2, b"of the second")
+asyncio.run(main())
+"""
+
+
+async def test_a_lock_that_was_dropped_unawares_is_taken_again(tmp_path):
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        await cache.put(1, b"x")
+        (tmp_path / "kv" / "lock").read_bytes()
+        await cache.flush()
+        assert python(SECOND, tmp_path / "kv", check=False).returncode
+        await cache.put(2, b"y")
+        await cache.flush()
+
+
+async def test_a_store_that_lost_its_lock_to_another_process_writes_no_more(tmp_path):
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        await cache.put(1, b"x")
+        await cache.flush()
+        (tmp_path / "kv" / "lock").read_bytes()
+        python(SECOND, tmp_path / "kv")
+        before = {path.name: path.read_bytes() for path in (tmp_path / "kv").iterdir()}
+        await cache.put(3, b"of the first")
+        with pytest.raises(asynckv.DiskError):
+            await cache.flush()
+        assert bytes(await cache.get(3)) == b"of the first", "memory serves on"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "kv").iterdir()} == before
+    async with asynckv.open(tmp_path / "kv", **SMALL) as cache:
+        assert [bytes(await cache.get(key)) for key in (1, 2)] == [b"x", b"of the second"]
+        assert await cache.get(3) is None
+
+
 async def test_files_of_a_careless_copy_are_closed_to_others(tmp_path):
     await fill(tmp_path / "kv", blocks(12), **SMALL)
     for path in (tmp_path / "kv").iterdir():
