@@ -233,16 +233,13 @@ class Directory:
         Segments are used again for new blocks as they are.
         """
         os.fchmod(self._lock_fd, 0o600)
-        with os.scandir(self.fd) as entries:
-            open_ones = [
-                entry.name
-                for entry in entries
-                if (entry.name in _OURS or parse_segment_name(entry.name) is not None)
-                and entry.is_file(follow_symlinks=False)
-                and stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode) & 0o077
-            ]
-        for name in open_ones:
-            with contextlib.suppress(OSError):
+        for name in os.listdir(self.fd):
+            if name not in _OURS and parse_segment_name(name) is None:
+                continue
+            with contextlib.suppress(OSError):  # gone since, or nothing that may be opened
+                info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+                if not stat.S_ISREG(info.st_mode) or not info.st_mode & 0o077:
+                    continue
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
                 try:
                     os.fchmod(fd, 0o600)
