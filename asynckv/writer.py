@@ -334,7 +334,9 @@ class Writer:
         spills: list[Spill] = []
         try:
             if wanted:
-                spills = self._take_blocks()
+                spills = table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX)
+                if self._tombstones:
+                    spills = self._unburied(spills)
             if not spills and not owed:
                 owed = self._take_tombstones()
             if clear is None:
@@ -351,7 +353,8 @@ class Writer:
         for spill in reversed(batch.rest_spills):
             table.finish_spill(spill, False)
         self._blocks_first = bool(batch.rest_spills and not batch.spills)
-        self._tombstones = {key: owed.pop(key) for key in batch.rest_tombstones} | self._tombstones
+        if batch.rest_tombstones:
+            self._tombstones = {key: owed.pop(key) for key in batch.rest_tombstones} | self._tombstones
         durable = [future for waiters in owed.values() for future in waiters]
         if clear is not None:
             if batch.clear:
@@ -400,15 +403,13 @@ class Writer:
             self._tombstones = dict(islice(self._tombstones.items(), len(taken), None))
         return taken
 
-    def _take_blocks(self) -> list[Spill]:
-        """A batch of dirty blocks; none that a tombstone which is left for a later batch would bury."""
-        spills = self.table.take_dirty(self._batch_bytes, BATCH_BLOCKS_MAX)
-        if not self._tombstones:
-            return spills
-        for spill in reversed(spills):
-            if (spill.kind, spill.key) in self._tombstones:
-                self.table.finish_spill(spill, False)
-        return [spill for spill in spills if (spill.kind, spill.key) not in self._tombstones]
+    def _unburied(self, spills: list[Spill]) -> list[Spill]:
+        """Give those back that a tombstone which is left for a later batch would bury; the others."""
+        buried = [spill for spill in spills if (spill.kind, spill.key) in self._tombstones]
+        others = [spill for spill in spills if (spill.kind, spill.key) not in self._tombstones]
+        for spill in reversed(buried):  # from here on nothing asks for memory
+            self.table.finish_spill(spill, False)
+        return others
 
     def _cleared(self, future: asyncio.Future[None]) -> None:
         """The clear is durable, or stays owed: then it goes before whatever comes, and ends all that the log holds."""

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Directory"]
 
+_LOCK_TRIES = 8
+_OURS = (SUPERBLOCK_NAME, SUPERBLOCK_NAME + ".tmp", SNAPSHOT_NAME, SNAPSHOT_NAME + ".tmp", *SPARE_NAMES)
 _held: dict[tuple[int, int], int] = {}  # (device, inode) of the directory -> process id of the holder
 # For a look at the registry and an entry, with the lock file opened or closed between; finalisers may come in between.
 _turn = threading.RLock()
@@ -47,8 +49,6 @@ def _new_turn() -> None:
 
 
 os.register_at_fork(after_in_child=_new_turn)
-_LOCK_TRIES = 8
-_OURS = (SUPERBLOCK_NAME, SUPERBLOCK_NAME + ".tmp", SNAPSHOT_NAME, SNAPSHOT_NAME + ".tmp", *SPARE_NAMES)
 
 
 class Directory:

@@ -230,12 +230,12 @@ class DiskTier:
             await recovery.run(progress)
         finally:
             self.recovery_over()
+        self._tell_unusable()
 
     def recovery_over(self) -> None:
         """Nobody waits for a recovery any more, ended or not."""
         self.recovering = self._reclaimer.recovering = False
         self._reclaimer.recovered.set()
-        self._tell_unusable()
 
     def _tell_unusable(self) -> None:
         if self._table.unusable_blocks:
