@@ -33,6 +33,7 @@ from storekit import (
 
 import asynckv
 import asynckv.tiers.segment
+from asynckv.testing import ManualClock
 
 SMALL = {"memory": "1MiB", "disk": "16MiB", "room_timeout": 0.3}
 
@@ -193,12 +194,14 @@ async def test_flush_of_what_fits_only_one_after_the_other_raises(tmp_path, used
 
 
 async def test_blocks_that_lost_their_segment_are_written_again_after_persist_after(tmp_path):
-    async with asynckv.open(tmp_path / "kv", **TINY, persist_after=0.1) as cache:
+    clock = ManualClock()
+    async with asynckv.open(tmp_path / "kv", **TINY, persist_after=10, _clock=clock) as cache:
         await cache.put_many(blocks(30, 8 * KIB).items())
         for version in range(8):
             await cache.put_many(blocks(30, 8 * KIB, start=100, version=version).items())
             await cache._scheduler.writer._write_all()
         assert cache.stats().disk_blocks < 60
+        clock.advance(10)
         await until(lambda: cache.stats().disk_blocks == 60)
 
 
