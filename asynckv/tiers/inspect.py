@@ -498,7 +498,7 @@ class Inspector:
         for found in scan.batches:
             unsure = self.verify and found.offset not in known
             batches.append((found.records(), file.run(verify_batch(found)) if unsure else []))
-        scan.leave_out_torn(seal, batches)
+        scan.leave_out_torn(scan.seal_of(header, seal), batches)
         for index in range(len(batches) - 1, -1, -1):
             found, records = scan.batches[index], batches[index][0]
             space.sealed_upto = max(space.sealed_upto, int(found.header.sealed_upto))

@@ -344,7 +344,8 @@ class Recovery:
             cut = unread if cut is None else max(cut, unread)
         lossy = cut is not None or scan.is_lossy(header, seal)
         self._cut |= lossy
-        trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit, None if listed else seal)
+        told = None if listed else scan.seal_of(header, seal)
+        trusted = await self._verified(segment, scan, 0 if cut is None else cut, limit, told)
         for _, records in reversed(trusted):
             if self._apply(segment, records):
                 self._cut = True

@@ -156,7 +156,7 @@ class Scan:
         ended
             It is known to have been sealed.
         """
-        seal = self._seal_of(header, seal)
+        seal = self.seal_of(header, seal)
         if self._has_failed_write(seal):
             return self._in_front_of_failed_writes()
         if seal is not None:
@@ -197,10 +197,10 @@ class Scan:
 
     def is_lossy(self, header: SegmentHeader, seal: Seal | None) -> bool:
         """Whether a recovery had found already that batches are lost: nothing older counts."""
-        seal = self._seal_of(header, seal)
+        seal = self.seal_of(header, seal)
         return seal is not None and seal.lossy
 
-    def _seal_of(self, header: SegmentHeader, seal: Seal | None) -> Seal | None:
+    def seal_of(self, header: SegmentHeader, seal: Seal | None) -> Seal | None:
         """The seal at the end of the file, else one that was written behind a footer before the file was cut there."""
         if seal is None and self.seal is not None and self.seal.number == header.number:
             known = (header.store_id, header.namespace) == (self.seal.store_id, self.seal.namespace)
@@ -215,7 +215,7 @@ class Scan:
         header, seal, expected_good, ended
             As for `known_durable`.
         """
-        seal = self._seal_of(header, seal)
+        seal = self.seal_of(header, seal)
         if seal is not None:
             return self.cut(header.sequence, seal.batches, seal.last_sequence)
         if self.footer_batches >= 0:

@@ -115,6 +115,32 @@ async def test_a_seal_of_a_recovery_whose_footer_was_torn_does_not_vouch_for_tor
         assert await disk.get_all(range(5)) == expected
 
 
+async def test_a_seal_in_a_file_that_was_not_cut_yet_tells_damage_from_a_torn_write(path, tmp_path):
+    """A recovery that is killed between sealing and cutting has shown the blocks: one damaged since is a miss."""
+
+    async def work(disk):
+        await fill(disk, range(5))
+        for key in range(5):
+            await disk.put(key, value_of(key, 1, 5000))
+        await disk.write()
+
+    crashed = await killed(path, tmp_path / "crashed", work)
+    (segment,) = segments_of(crashed)
+    size = segment.stat().st_size
+    again = await killed(crashed, tmp_path / "again", lambda disk: disk.get_all(range(5)))
+    (segment,) = [each for each in segments_of(again) if each.name == segment.name]
+    assert segment.stat().st_size < size
+    with segment.open("r+b") as file:
+        file.truncate(size)
+    damage(segment, segment.read_bytes().find(value_of(2, 1, 5000)) + 4000)
+    report = verify_directory(again)
+    assert not report.ok
+    async with Disk(again) as disk:
+        assert disk.recovered
+        assert await disk.get_all(range(5)) == {key: value_of(key, 1, 5000) for key in range(5) if key != 2}
+        assert disk.tier.damage
+
+
 async def test_strict_takes_a_recovered_store_for_whole(path, tmp_path):
     crashed, expected = await torn(path, tmp_path / "crashed")
     async with Disk(crashed):
