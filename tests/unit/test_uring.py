@@ -9,7 +9,10 @@ import contextlib
 import errno
 import fcntl
 import gc
+import mmap
 import os
+import resource
+import threading
 import time
 import weakref
 
@@ -292,6 +295,95 @@ def test_descriptors_stay_flat():
 def test_bad_ring_options(options):
     with pytest.raises(ValueError):
         _uring.Ring(**options)
+
+
+def test_a_limit_below_what_the_queue_takes_holds(pipe):
+    ring = _uring.Ring(8, limit=2)
+    target = bytearray(10)
+    ring.read("a", pipe[0], target, 0)
+    ring.read("b", pipe[0], target, 0)
+    with pytest.raises(RuntimeError, match="no room"):
+        ring.read("c", pipe[0], target, 0)
+    assert sorted(ring.take_back()) == ["a", "b"]
+    ring.close()
+
+
+def test_another_thread_is_refused_while_one_waits(ring):
+    def refused():
+        try:
+            ring.take_back()
+        except RuntimeError as error:
+            return "one thread" in str(error)
+        return False
+
+    waiting = threading.Thread(target=ring.wait_for_one, args=(300_000_000,))
+    waiting.start()
+    until = time.monotonic() + 10
+    while not refused():
+        assert time.monotonic() < until
+    waiting.join()
+    ring.nop("x")
+    assert drain(ring, 1) == [("x", 0)]
+
+
+def test_transfers_beyond_what_one_call_moves_are_refused(ring, fd):
+    huge = mmap.mmap(-1, 1 << 31)  # never touched
+    with pytest.raises(ValueError, match="one read moves at most"):
+        ring.read("r", fd, huge, 0)
+    with pytest.raises(ValueError, match="one write moves at most"):
+        ring.write("w", fd, [huge, huge], 0)
+    assert ring.in_flight == ring.queued == 0
+    huge.close()  # no buffer of it is held
+
+
+def test_without_a_descriptor_for_its_events_there_is_no_ring():
+    before = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = next(number for number in range(soft) if number not in before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+    try:
+        with pytest.raises(OSError, match="eventfd") as caught:
+            _uring.Ring(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+    assert descriptors() == before
+
+
+def test_without_a_descriptor_there_is_no_ring():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = descriptors()
+    free = next(number for number in range(soft) if number not in before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match="io_uring_setup") as caught:
+            _uring.Ring(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+
+
+def test_what_cannot_be_registered_is_left_as_it_is(ring, fd):
+    assert not ring.register_files(1 << 30 >> 2), "more places than a process may have files"
+    assert not ring.fix_file(fd)
+    assert not ring.register_buffers([])
+    assert not ring.register_buffers([mmap.mmap(-1, (1 << 30) + PAGE)]), "the kernel takes 1 GiB at most"
+    assert ring.register_buffers([aligned(PAGE)])
+    assert not ring.register_buffers([aligned(PAGE)]), "once is enough"
+    ring.read("r", fd, bytearray(PAGE), 0)
+    assert drain(ring, 1) == [("r", 0)]
+
+
+def test_there_is_room_for_a_few_requests_without_a_slot(ring):
+    """Of the real kind are cancellations; the completion queue has places kept for them."""
+    asked = [ring.cancel(number) for number in range(10)]
+    assert any(asked)
+    assert not all(asked)
+    assert not ring.cancel_all()
+    assert not ring.forge(1)
+    ring.take_back()
+    ring.nop("x")
+    assert drain(ring, 1) == [("x", 0)]
 
 
 def test_registered_buffers_and_files(ring, fd, tmp_path):
