@@ -179,6 +179,14 @@ async def fill(disk: Disk, keys: Iterable[Any], version: int = 0, size: int = 10
     await disk.flush()
 
 
+async def write_over(disk: Disk) -> None:
+    """Five blocks, flushed; then a newer version of each, written and not synced."""
+    await fill(disk, range(5))
+    for key in range(5):
+        await disk.put(key, value_of(key, 1, 5000))
+    await disk.write()
+
+
 async def killed(path: Path, target: Path, work: Callable[[Disk], Any], **options: Any) -> Path:
     """Run a workload and copy the directory before it is closed."""
     async with Disk(path, **options) as disk:

@@ -59,8 +59,9 @@ async def _build(simulation: Simulation, kind: str) -> tuple[Files, dict[int, in
     expected[4] = None
     killed = disk.content()
     await cache.close()
-    files = {"closed": disk.content, "killed": lambda: killed}
-    return files[kind]() if kind in files else await _sealed(simulation, killed), expected
+    if kind == "closed":
+        return disk.content(), expected
+    return killed if kind == "killed" else await _sealed(simulation, killed), expected
 
 
 async def _sealed(simulation: Simulation, killed: Files) -> Files:

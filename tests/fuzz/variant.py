@@ -42,7 +42,7 @@ NOT_SANITIZED = {
     "tests/unit/test_pages.py::test_touching_makes_pages_resident": (
         "the sanitizer's allocator moves resident memory by itself"
     ),
-    "tests/fault/test_churn.py": "the same",
+    "tests/fault/test_churn.py": "the sanitizer's allocator moves resident memory by itself",
     "tests/contract/test_cache_messages.py::test_a_pool_that_cannot_be_mapped": (
         "leaves less address space than the sanitizer's allocator takes"
     ),

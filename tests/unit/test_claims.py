@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from logkit import KIB, MIB, Disk, damage, fill, killed, segments_of, value_of
+from logkit import KIB, MIB, Disk, damage, fill, killed, segments_of, value_of, write_over
 
 from asynckv.tiers import verify_directory
 from asynckv.tiers.layout import CLAIM_AT, LOG_START, PAGE, SegmentHeader, segment_seed
@@ -88,14 +88,7 @@ async def test_a_claim_and_the_pages_behind_it_gone_bring_nothing_old_back(path,
 
 async def torn(path, target, **options):
     """A killed store whose newest batch was never synced and is torn; block 2 has an older, flushed version."""
-
-    async def work(disk):
-        await fill(disk, range(5))
-        for key in range(5):
-            await disk.put(key, value_of(key, 1, 5000))
-        await disk.write()
-
-    crashed = await killed(path, target, work, **options)
+    crashed = await killed(path, target, write_over, **options)
     (segment,) = segments_of(crashed)
     damage(segment, segment.read_bytes().find(value_of(2, 1, 5000)) + 4000)
     return crashed, {key: value_of(key) if key == 2 else value_of(key, 1, 5000) for key in range(5)}
@@ -117,14 +110,7 @@ async def test_a_seal_of_a_recovery_whose_footer_was_torn_does_not_vouch_for_tor
 
 async def test_a_seal_in_a_file_that_was_not_cut_yet_tells_damage_from_a_torn_write(path, tmp_path):
     """A recovery that is killed between sealing and cutting has shown the blocks: one damaged since is a miss."""
-
-    async def work(disk):
-        await fill(disk, range(5))
-        for key in range(5):
-            await disk.put(key, value_of(key, 1, 5000))
-        await disk.write()
-
-    crashed = await killed(path, tmp_path / "crashed", work)
+    crashed = await killed(path, tmp_path / "crashed", write_over)
     (segment,) = segments_of(crashed)
     size = segment.stat().st_size
     again = await killed(crashed, tmp_path / "again", lambda disk: disk.get_all(range(5)))

@@ -9,7 +9,7 @@ import shutil
 import time
 
 import pytest
-from logkit import KIB, MIB, Disk, allocated, crash_copy, damage, fill, killed, segments_of, value_of
+from logkit import KIB, MIB, Disk, allocated, crash_copy, damage, fill, killed, segments_of, value_of, write_over
 
 from asynckv import Namespace
 from asynckv.backends import create_backend
@@ -319,13 +319,7 @@ async def test_a_newest_segment_without_a_trace_takes_all_before_it(path, tmp_pa
 
 
 async def test_a_torn_batch_does_not_hide_what_was_flushed_before(path, tmp_path):
-    async def work(disk):
-        await fill(disk, range(5))
-        for key in range(5):
-            await disk.put(key, value_of(key, 1, 5000))
-        await disk.write()
-
-    crashed = await killed(path, tmp_path / "crashed", work)
+    crashed = await killed(path, tmp_path / "crashed", write_over)
     (segment,) = segments_of(crashed)
     at = segment.read_bytes().find(value_of(2, 1, 5000))
     damage(segment, at + 4000)

@@ -336,31 +336,19 @@ def test_transfers_beyond_what_one_call_moves_are_refused(ring, fd):
     huge.close()  # no buffer of it is held
 
 
-def test_without_a_descriptor_for_its_events_there_is_no_ring():
+@pytest.mark.parametrize(("left", "what"), [(0, "io_uring_setup"), (1, "eventfd")])
+def test_without_its_descriptors_there_is_no_ring(left, what):
     before = descriptors()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = next(number for number in range(soft) if number not in before)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + left, hard))
     try:
-        with pytest.raises(OSError, match="eventfd") as caught:
+        with pytest.raises(OSError, match=what) as caught:
             _uring.Ring(4)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert caught.value.errno == errno.EMFILE
     assert descriptors() == before
-
-
-def test_without_a_descriptor_there_is_no_ring():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = descriptors()
-    free = next(number for number in range(soft) if number not in before)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        with pytest.raises(OSError, match="io_uring_setup") as caught:
-            _uring.Ring(4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert caught.value.errno == errno.EMFILE
 
 
 def test_what_cannot_be_registered_is_left_as_it_is(ring, fd):
